@@ -1,0 +1,84 @@
+# Everything runs from a virtual environment in .venv that the targets set up themselves.
+# Needed: make, and Python 3.11 or newer with venv.  `make PYTHON=/path/to/python test` picks one.
+
+.DEFAULT_GOAL := help
+
+# A name on PATH is not enough (a version manager's shim may stand for nothing): try it.
+PYTHON ?= $(shell python3.11 -c '' >/dev/null 2>&1 && echo python3.11 || echo python3)
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+VENV_STAMP := $(VENV)/.created
+BASE_STAMP := $(VENV)/.installed-base
+DEV_STAMP := $(VENV)/.installed-dev
+PACKAGES := shardcast relay trainer_adapter
+
+# `make test ARGS="-k head -x"`; `make test COVERAGE=1` measures as well.
+ARGS ?=
+COVERAGE ?=
+
+.PHONY: help test demo lint types coverage format clean
+
+help:
+	@echo "make test      run the tests (ARGS=... goes to pytest)"
+	@echo "make demo      a whole tree on this machine, in under a minute"
+	@echo "make lint      ruff, formatting, import contracts"
+	@echo "make types     mypy, strict"
+	@echo "make coverage  the tests with branch coverage, and its gates"
+	@echo "make format    let ruff fix and format what it can"
+	@echo "make clean     remove everything that the targets made"
+
+$(VENV_STAMP):
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "error: Python 3.11 or newer is needed, and '$(PYTHON)' is not ($$("$(PYTHON)" --version 2>&1))." >&2; \
+	  echo "       Name one: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import ensurepip, venv' || { \
+	  echo "error: '$(PYTHON)' has no venv module (on Debian: apt-get install python3-venv)." >&2; exit 1; }
+	"$(PYTHON)" -m venv --clear $(VENV)
+	@touch $@
+
+$(BASE_STAMP): $(VENV_STAMP) pyproject.toml
+	$(PIP) install --quiet --editable .
+	@touch $@
+
+$(DEV_STAMP): $(VENV_STAMP) pyproject.toml
+	$(PIP) install --quiet --editable '.[dev]'
+	@touch $(BASE_STAMP) $@
+
+ifdef COVERAGE
+test: $(DEV_STAMP)
+	@$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest $(ARGS)
+	@$(BIN)/coverage combine --quiet
+else
+test: $(DEV_STAMP)
+	$(BIN)/python -m pytest $(ARGS)
+endif
+
+coverage:
+	@$(MAKE) --no-print-directory test COVERAGE=1
+	@echo "coverage of the protocol (gate: 100 %, branches included)"
+	$(BIN)/coverage report --include='*/shardcast/protocol/*' --fail-under=100
+	@echo "coverage over all (gate: 90 %, branches included)"
+	$(BIN)/coverage report --fail-under=90
+
+demo: $(BASE_STAMP)
+	$(BIN)/shardcast demo $(ARGS)
+
+lint: $(DEV_STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+types: $(DEV_STAMP)
+	$(BIN)/mypy
+
+format: $(DEV_STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info htmlcov .coverage .coverage.* .hypothesis
+	rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .grimp_cache
+	find $(PACKAGES) tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Versions and blobs on disk: extents, the atomic commit, retention."""

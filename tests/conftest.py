@@ -1,0 +1,34 @@
+"""What every test shares: hypothesis profiles, and no silent skips where interop is required."""
+
+import os
+from collections.abc import Generator
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# Deterministic and bounded, so that a red run stays red. `--hypothesis-profile=explore` looks
+# further, with fresh randomness.
+settings.register_profile(
+    "ci",
+    derandomize=True,
+    database=None,
+    max_examples=100,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile("explore", max_examples=5000, deadline=None, print_blob=True)
+settings.load_profile("ci")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Turns a skipped interop test into a failure if SHARDCAST_REQUIRE_INTEROP is set."""
+    report = yield
+    required = bool(os.environ.get("SHARDCAST_REQUIRE_INTEROP"))
+    if required and report.skipped and item.get_closest_marker("interop") is not None:
+        report.outcome = "failed"
+        report.longrepr = f"{item.nodeid} was skipped, but interop is required: {report.longrepr}"
+    return report
