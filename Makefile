@@ -12,7 +12,6 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 VENV_STAMP := $(VENV)/.created
 BASE_STAMP := $(VENV)/.installed-base
 DEV_STAMP := $(VENV)/.installed-dev
-PACKAGES := shardcast relay trainer_adapter
 
 # `make test ARGS="-k head -x"`; `make test COVERAGE=1` measures as well.
 ARGS ?=
@@ -81,4 +80,4 @@ format: $(DEV_STAMP)
 clean:
 	rm -rf $(VENV) build dist *.egg-info htmlcov .coverage .coverage.* .hypothesis
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .grimp_cache
-	find $(PACKAGES) tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
