@@ -1,0 +1,79 @@
+"""Delta parts: which blobs rebuild which shards of a version from a base."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal
+
+import msgspec
+
+from shardcast.errors import MalformedError
+from shardcast.protocol.documents import Digest, Document, decode, encode
+from shardcast.protocol.limits import (
+    MAX_DELTA_BLOB_BYTES,
+    MAX_DOCUMENT_BYTES,
+    MAX_FRAMES,
+    MAX_PART_SHARDS,
+    MAX_SHARDS,
+)
+
+DELTA_FORMAT: Final = "shardcast.delta/1"
+
+ShardRun = Annotated[int, msgspec.Meta(ge=1, le=MAX_PART_SHARDS)]
+FrameBytes = Annotated[int, msgspec.Meta(ge=1, le=MAX_DELTA_BLOB_BYTES)]
+
+
+class DeltaBlob(msgspec.Struct, frozen=True, kw_only=True):
+    """One blob of whole frames; each frame is ``(shards it rebuilds, bytes it takes)``."""
+
+    digest: Digest
+    bytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_DELTA_BLOB_BYTES)]
+    frames: Annotated[
+        list[tuple[ShardRun, FrameBytes]], msgspec.Meta(min_length=1, max_length=MAX_FRAMES)
+    ]
+
+
+class DeltaPart(Document, frozen=True, kw_only=True):
+    """Blobs that rebuild consecutive shards of ``layout``, from ``first_shard`` on."""
+
+    format: Literal["shardcast.delta/1"] = DELTA_FORMAT
+    layout: Digest
+    base: Digest | None
+    codec: Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9][a-z0-9._/-]{0,63}\Z")]
+    first_shard: Annotated[int, msgspec.Meta(ge=0, lt=MAX_SHARDS)]
+    blobs: Annotated[list[DeltaBlob], msgspec.Meta(min_length=1, max_length=MAX_FRAMES)]
+
+    def check(self) -> None:
+        """Check that frames fill their blobs and stay within the shard limit.
+
+        Raises:
+            MalformedError: If they do not.
+        """
+        for blob in self.blobs:
+            filled = sum(size for _, size in blob.frames)
+            if filled != blob.bytes:
+                raise MalformedError(
+                    f"frames of blob {blob.digest} take {filled} bytes of {blob.bytes}"
+                )
+        if self.shards.stop > MAX_SHARDS:
+            raise MalformedError(f"frames reach shard {self.shards.stop - 1}")
+
+    @property
+    def shards(self) -> range:
+        """The numbers of the shards that this delta part rebuilds."""
+        count = sum(shards for blob in self.blobs for shards, _ in blob.frames)
+        return range(self.first_shard, self.first_shard + count)
+
+
+def encode_delta_part(part: DeltaPart) -> bytes:
+    """Return the bytes of a delta part, checked."""
+    part.check()
+    return encode(part)
+
+
+def decode_delta_part(data: bytes) -> DeltaPart:
+    """Decode and check a delta part.
+
+    Raises:
+        MalformedError: If it is not one.
+    """
+    return decode(data, DeltaPart, limit=MAX_DOCUMENT_BYTES, what="delta part")
