@@ -1,0 +1,160 @@
+"""What to remove, and when: a pure choice, then a short runner."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from shardcast.errors import ShardcastError
+from shardcast.protocol import envelope, head, manifest
+from shardcast.store.run import RunStore
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """What to retain.
+
+    Attributes:
+        count: Most versions; None: any number.
+        quota_bytes: Most bytes of versions; None: any.
+        max_age_ms: Oldest a version may be (by when it came here); None: any.
+    """
+
+    count: int | None = None
+    quota_bytes: int | None = None
+    max_age_ms: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A version on disk: its number, its size, how long it has been here."""
+
+    number: int
+    bytes: int
+    age_ms: int
+
+
+def choose_evictions(
+    held: Iterable[Held], keep: Keep, protected: Collection[int]
+) -> tuple[int, ...]:
+    """Return the versions to evict, oldest first.
+
+    The newest version is never evicted, nor is a protected one (current, being fetched).
+    """
+    newest_first = sorted(held, key=lambda version: version.number, reverse=True)
+    evict: list[int] = []
+    count = total = 0
+    for position, version in enumerate(newest_first):
+        count, total = count + 1, total + version.bytes
+        over = (
+            (keep.count is not None and count > keep.count)
+            or (keep.quota_bytes is not None and total > keep.quota_bytes)
+            or (keep.max_age_ms is not None and version.age_ms > keep.max_age_ms)
+        )
+        if over and position > 0 and version.number not in protected:
+            evict.append(version.number)
+            count, total = count - 1, total - version.bytes
+    return tuple(reversed(evict))
+
+
+def referenced_documents(run: RunStore) -> set[str]:
+    """Return the digests that the head or a version on disk names, as far as documents are here."""
+    named: set[str] = set()
+    data = run.read_head()
+    if data is not None:
+        named |= _named_by_head(run, data)
+    for number in {*run.committed(), *run.staged()}:
+        stored = run.stored(number)
+        if stored is not None:
+            named.update(stored.version.documents)
+    return named
+
+
+def _named_by_head(run: RunStore, data: bytes) -> set[str]:
+    named: set[str] = set()
+    current = head.decode_head(envelope.open_unverified(data)[1])
+    for ref in current.versions:
+        named.add(ref.manifest)
+        document = run.read_blob(ref.manifest)
+        if document is not None:
+            listed = manifest.decode_manifest(document)
+            named.update((listed.layout, *listed.parts))
+        for delta in ref.deltas:
+            named |= _delta_blobs(run, delta.parts)
+    if current.open is not None:
+        named.update((current.open.layout, *current.open.parts))
+        for open_delta in current.open.deltas:
+            named |= _delta_blobs(run, open_delta.parts)
+    return named
+
+
+def _delta_blobs(run: RunStore, parts: Iterable[str]) -> set[str]:
+    from shardcast.protocol.delta import decode_delta_part
+
+    named = set(parts)
+    for digest in parts:
+        document = run.read_blob(digest)
+        if document is not None:
+            named.update(blob.digest for blob in decode_delta_part(document).blobs)
+    return named
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What a collection removed (or would remove): versions, blobs, bytes; and what was busy."""
+
+    versions: tuple[int, ...]
+    blobs: int
+    bytes: int
+    busy: tuple[int, ...]
+
+
+def collect(run: RunStore, evict: Iterable[int], *, dry_run: bool = False) -> Collected:
+    """Evict versions, then remove documents and delta blobs that nothing names any more.
+
+    Call it while holding the lock that keeps publishers out: documents of a version that is
+    being published are not named by anything yet.
+
+    Raises:
+        ShardcastError: If the head cannot be read; nothing is removed then.
+    """
+    referenced_documents(run)  # raises before anything is removed
+    gone: list[int] = []
+    busy: list[int] = []
+    freed = 0
+    for number in evict:
+        stored = run.stored(number)
+        size = 0 if stored is None else stored.version.layout.total_bytes
+        if dry_run or run.evict(number):
+            gone.append(number)
+            freed += size
+        else:
+            busy.append(number)
+    named = referenced_documents(run)
+    blobs = [digest for digest in run.blobs() if digest not in named]
+    for digest in blobs:
+        try:
+            freed += run.blob_path(digest).stat().st_size
+        except OSError:
+            continue
+        if not dry_run:
+            run.remove_blob(digest)
+    if not dry_run:
+        run.clean_leftovers()
+    return Collected(tuple(gone), len(blobs), freed, tuple(busy))
+
+
+def unreachable_versions(run: RunStore) -> tuple[int, ...]:
+    """Return versions on disk that the head does not retain, oldest first; staged newer ones stay.
+
+    Raises:
+        ShardcastError: If the head cannot be read.
+    """
+    data = run.read_head()
+    if data is None:
+        raise ShardcastError("run has no head", source=str(run.root))
+    current = head.decode_head(envelope.open_unverified(data)[1])
+    kept = {ref.version for ref in current.versions}
+    newest = max(kept, default=0)
+    on_disk = {*run.committed(), *(n for n in run.staged() if n <= newest)}
+    return tuple(sorted(on_disk - kept))

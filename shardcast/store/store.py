@@ -1,0 +1,80 @@
+"""A store: many runs side by side, and the identity of the node that keeps them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import threading
+from pathlib import Path
+from typing import Final
+
+from shardcast.errors import MalformedError, NotFoundError
+from shardcast.protocol.documents import check_run
+from shardcast.store.files import atomic_write, disk_errors
+from shardcast.store.run import RunStore
+
+_NODE_ID: Final = re.compile(r"^[0-9a-f]{32}\Z")
+
+
+class Store:
+    """The directory ``root``: one subdirectory a run."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._lock = threading.Lock()
+        self._runs: dict[str, RunStore] = {}
+
+    def runs(self) -> list[str]:
+        """Return the names of the runs that are here, sorted."""
+        found = []
+        with disk_errors(self.root, "listing"), contextlib.suppress(FileNotFoundError):
+            for entry in os.scandir(self.root):
+                with contextlib.suppress(MalformedError):
+                    if entry.is_dir():
+                        found.append(check_run(entry.name))
+        return sorted(found)
+
+    def run(self, name: str, *, create: bool = False) -> RunStore:
+        """Return a run's directory; the same object for the same name.
+
+        Raises:
+            MalformedError: If it is not a run name.
+            NotFoundError: If the run is not here and ``create`` is False.
+        """
+        with self._lock:
+            run = self._runs.get(name)
+            if run is None:
+                run = RunStore(self.root / check_run(name), name)
+            if not create and not run.root.is_dir():
+                known = ", ".join(self.runs()) or "none"
+                raise NotFoundError(
+                    f"run {name!r} is not in this store (runs here: {known})", source=str(self.root)
+                )
+            if create:
+                with disk_errors(run.root, "making"):
+                    run.root.mkdir(parents=True, exist_ok=True)
+            self._runs[name] = run
+            return run
+
+    def node_id(self) -> str:
+        """Return this node's identity, 32 hex digits, made once and kept in the store."""
+        path = self.root / ".node-id"
+        with disk_errors(path, "reading"):
+            try:
+                text = path.read_text("ascii", errors="replace").strip()
+            except FileNotFoundError:
+                text = ""
+        if _NODE_ID.match(text):
+            return text
+        text = secrets.token_hex(16)
+        atomic_write(path, text.encode("ascii") + b"\n")
+        return text
+
+    def close(self) -> None:
+        """Close every run."""
+        with self._lock:
+            for run in self._runs.values():
+                run.close()
+            self._runs.clear()

@@ -1,0 +1,421 @@
+"""One version's files on disk, staged or committed, and which of its shards are good.
+
+Life of a version: *staged* under ``state/staging/{N}`` while shards arrive, each recorded in the
+journal once its bytes were verified; *committed* by one rename to ``versions/{N}``. Descriptors
+are opened relative to the directory's own descriptor, so they survive that rename.
+
+Crash windows of ``commit``: before the rename the version is staged and resumes from its
+journal; after it the version is committed. With ``Durability.SYNC`` files and journal are on
+stable storage before the rename.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import fcntl
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import xxhash
+
+from shardcast.errors import BusyError, IntegrityError, ModifiedError, StateError
+from shardcast.protocol.layout import Extent
+from shardcast.protocol.manifest import Version
+from shardcast.store.files import (
+    COPY_CHUNK_BYTES,
+    disk_error,
+    disk_errors,
+    file_system_of,
+    fsync_directory,
+    preallocate,
+    read_into,
+    reflink,
+    require_space,
+    temporary_beside,
+    write_all,
+)
+from shardcast.store.journal import ShardJournal
+from shardcast.store.locks import try_lock
+
+_MEMORY_FILE_SYSTEMS: Final = frozenset({"tmpfs", "ramfs"})
+"""Reserving blocks there touches every page once more; the free space check must do."""
+
+
+class Durability(enum.StrEnum):
+    """What a commit waits for: nothing, or that the files are on stable storage."""
+
+    NONE = "none"
+    SYNC = "sync"
+
+
+class ShardState(enum.Enum):
+    """What is known of a shard's bytes on disk.
+
+    RECORDED: the journal says that they were verified once; nobody looked in this process.
+    """
+
+    MISSING = 0
+    RECORDED = 1
+    VERIFIED = 2
+
+
+class StoredVersion:
+    """The files of one version. Thread-safe. Made by ``RunStore``.
+
+    Attributes:
+        version: What its documents say.
+        directory: Where the files are now.
+        committed: Whether it has its final name.
+        damaged: Why a committed version is not whole any more, or None.
+    """
+
+    def __init__(
+        self, version: Version, directory: Path, journal: ShardJournal, *, committed: bool
+    ) -> None:
+        self.version = version
+        self.directory = directory
+        self.committed = committed
+        self.damaged: str | None = None
+        self._journal = journal
+        self._lock = threading.Lock()
+        self._leases = 0
+        with disk_errors(directory, "opening"):
+            self._directory_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._states = bytearray(version.layout.shard_count)
+        self._stamps = [self._stamp(file) for file in range(len(version.layout.files))]
+        self._load_states()
+
+    # --- what is there ----------------------------------------------------------------------
+
+    def update(self, version: Version) -> None:
+        """Take over what an open version's newer documents say.
+
+        Raises:
+            StateError: If they are of another layout.
+        """
+        if version.layout_digest != self.version.layout_digest:
+            raise StateError(f"version {version.number} has another layout", source=self._name)
+        self.version = version
+
+    def state(self, shard: int) -> ShardState:
+        """Return what is known of a shard."""
+        return ShardState(self._states[shard])
+
+    def present(self) -> frozenset[int]:
+        """Return the shards that are recorded or verified."""
+        return frozenset(shard for shard, state in enumerate(self._states) if state)
+
+    def missing(self) -> list[int]:
+        """Return the shards that are not there."""
+        return [shard for shard, state in enumerate(self._states) if not state]
+
+    @property
+    def complete(self) -> bool:
+        """Whether the version is closed and no shard is missing."""
+        return self.version.complete and 0 not in self._states
+
+    @property
+    def alive(self) -> bool:
+        """Whether the directory still has its name (no other process evicted it)."""
+        try:
+            here, named = os.fstat(self._directory_fd), os.stat(self.directory)
+        except OSError:
+            return False
+        return (here.st_dev, here.st_ino) == (named.st_dev, named.st_ino)
+
+    # --- reading and writing ----------------------------------------------------------------
+
+    def open_file(self, file: int, *, writable: bool = False) -> int:
+        """Open the file with index ``file`` and return a new descriptor; the caller closes it.
+
+        Writing to a committed version (repair) first gives it a file of its own where the file
+        is hard-linked.
+
+        Raises:
+            DiskError: If it cannot be opened.
+        """
+        path = self.version.layout.files[file].path
+        with disk_errors(self.directory / path, "opening"):
+            if writable and self.committed:
+                self._unshare(path)
+            flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW
+            return os.open(path, flags, dir_fd=self._directory_fd)
+
+    def confirm(self, shard: int) -> bool:
+        """Say whether a shard is good on disk now; call it before serving or using one.
+
+        A recorded shard is hashed once (xxh3, blocking). After that only the file's size, mtime
+        and inode are compared; if those changed, all shards of the file are hashed again. A
+        shard that is not good becomes missing, and a committed version is marked damaged.
+        """
+        state = self._states[shard]
+        if state == ShardState.MISSING.value:
+            return False
+        extent = self.version.layout.extent(shard)
+        if self.committed:
+            self._notice_change(extent.file)
+            state = self._states[shard]
+        if state == ShardState.VERIFIED.value:
+            return True
+        expected = self._journal.entries.get(shard)
+        if expected is not None and self._hash(extent) == expected:
+            with self._lock:
+                if self._states[shard]:
+                    self._states[shard] = ShardState.VERIFIED.value
+            return True
+        self.discard(shard, "its bytes on disk changed")
+        return False
+
+    def record(self, shard: int, xxh3: bytes) -> None:
+        """Note that a shard's bytes were written and verified against the signed digest.
+
+        Args:
+            shard: The shard.
+            xxh3: ``xxhash.xxh3_128`` digest of the same bytes, 16 bytes.
+
+        Raises:
+            DiskError: If the journal cannot be written.
+        """
+        self.record_all({shard: xxh3})
+
+    def record_all(self, entries: dict[int, bytes]) -> None:
+        """Note many shards at once, with one write to the journal."""
+        self._journal.extend(entries)
+        with self._lock:
+            for shard in entries:
+                self._states[shard] = ShardState.VERIFIED.value
+            if self.committed and 0 not in self._states:
+                self.damaged = None
+
+    def discard(self, shard: int, reason: str) -> None:
+        """Note that a shard's bytes are not good (any more)."""
+        with self._lock:
+            self._states[shard] = ShardState.MISSING.value
+            if self.committed:
+                path = self.version.layout.extent(shard).path
+                self.damaged = f"version {self.version.number}, {path}, shard {shard}: {reason}"
+        self._journal.forget(shard)
+
+    # --- commit and leases ------------------------------------------------------------------
+
+    def commit_to(self, target: Path, durability: Durability) -> None:
+        """Give a complete staged version its final name ``target``: the commit point.
+
+        Raises:
+            IntegrityError: If shards are missing.
+            StateError: If the name is taken.
+            DiskError: If syncing or renaming fails; the version stays staged.
+        """
+        if self.committed:
+            return
+        if not self.complete:
+            raise IntegrityError(
+                f"version {self.version.number} lacks {len(self.missing())} shards",
+                source=self._name,
+            )
+        if durability is Durability.SYNC:
+            self._sync()
+        with disk_errors(target, "committing"):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if target.exists():
+                raise StateError("a version of that number is already there", source=str(target))
+            os.rename(self.directory, target)
+            if durability is Durability.SYNC:
+                fsync_directory(target.parent)
+        with self._lock:
+            self.directory = target
+            self.committed = True
+            self._stamps = [self._stamp(file) for file in range(len(self._stamps))]
+
+    @contextlib.contextmanager
+    def lease(self) -> Iterator[None]:
+        """Keep the version from being evicted by any process while the block runs.
+
+        Raises:
+            BusyError: If it is being evicted at this moment.
+        """
+        self.acquire_lease()
+        try:
+            yield
+        finally:
+            self.release_lease()
+
+    def acquire_lease(self) -> None:
+        """Take a lease; every one must be given back with ``release_lease``.
+
+        Raises:
+            BusyError: If the version is being evicted at this moment.
+        """
+        with self._lock:
+            if self._leases == 0 and not try_lock(self._directory_fd, exclusive=False):
+                raise BusyError("the version is being evicted", source=self._name)
+            self._leases += 1
+
+    def release_lease(self) -> None:
+        """Give a lease back."""
+        with self._lock:
+            self._leases -= 1
+            if self._leases == 0:
+                fcntl.flock(self._directory_fd, fcntl.LOCK_UN)
+
+    @property
+    def leased(self) -> bool:
+        """Whether this process holds a lease."""
+        return self._leases > 0
+
+    def close(self) -> None:
+        """Close the descriptors that this object holds."""
+        self._journal.close()
+        if self._directory_fd >= 0:
+            os.close(self._directory_fd)
+            self._directory_fd = -1
+
+    # --- inner workings ---------------------------------------------------------------------
+
+    @property
+    def _name(self) -> str:
+        return str(self.directory)
+
+    def _load_states(self) -> None:
+        layout = self.version.layout
+        whole = [
+            stamp is not None and stamp[0] == entry.bytes
+            for stamp, entry in zip(self._stamps, layout.files, strict=True)
+        ]
+        for shard in self._journal.entries:
+            if whole[layout.extent(shard).file]:
+                self._states[shard] = ShardState.RECORDED.value
+        if self.committed and 0 in self._states:
+            self.damaged = f"version {self.version.number} lacks {len(self.missing())} shards"
+        elif self.committed and not all(whole):
+            self.damaged = f"version {self.version.number} lacks a file"
+
+    def _stamp(self, file: int) -> tuple[int, int, int] | None:
+        try:
+            stat = os.stat(
+                self.version.layout.files[file].path,
+                dir_fd=self._directory_fd,
+                follow_symlinks=False,
+            )
+        except OSError:
+            return None
+        return stat.st_size, stat.st_mtime_ns, stat.st_ino
+
+    def _notice_change(self, file: int) -> None:
+        stamp = self._stamp(file)
+        if stamp == self._stamps[file]:
+            return
+        with self._lock:
+            self._stamps[file] = stamp
+            for shard in self.version.layout.file_shards(file):
+                if self._states[shard] == ShardState.VERIFIED.value:
+                    self._states[shard] = ShardState.RECORDED.value
+
+    def _hash(self, extent: Extent) -> bytes | None:
+        hasher = xxhash.xxh3_128()
+        try:
+            fd = self.open_file(extent.file)
+        except Exception:
+            return None
+        try:
+            buffer = memoryview(bytearray(min(COPY_CHUNK_BYTES, extent.length)))
+            done = 0
+            while done < extent.length:
+                piece = buffer[: min(len(buffer), extent.length - done)]
+                if read_into(fd, piece, extent.offset + done) != len(piece):
+                    return None
+                hasher.update(piece)
+                done += len(piece)
+        except OSError:
+            return None
+        finally:
+            os.close(fd)
+        return hasher.digest()
+
+    def _sync(self) -> None:
+        for file in range(len(self.version.layout.files)):
+            path = self.directory / self.version.layout.files[file].path
+            with disk_errors(path, "syncing"):
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
+        self._journal.sync()
+        for directory in {self.directory / Path(e.path).parent for e in self.version.layout.files}:
+            with disk_errors(directory, "syncing"):
+                fsync_directory(directory)
+
+    def _unshare(self, path: str) -> None:
+        full = self.directory / path
+        stat = os.stat(full, follow_symlinks=False)
+        if stat.st_nlink == 1:
+            return
+        temporary = temporary_beside(full)
+        source = os.open(full, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            target = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+            try:
+                copy_bytes(source, target, stat.st_size)
+            finally:
+                os.close(target)
+            os.replace(temporary, full)
+        finally:
+            os.close(source)
+
+
+def copy_bytes(source: int, target: int, length: int) -> None:
+    """Copy a file's bytes, sharing blocks where the file system can.
+
+    Raises:
+        OSError: If the system refuses.
+        ModifiedError: If the source is shorter than ``length``.
+    """
+    if reflink(source, target):
+        return
+    buffer = memoryview(bytearray(min(COPY_CHUNK_BYTES, max(length, 1))))
+    done = 0
+    while done < length:
+        piece = buffer[: min(len(buffer), length - done)]
+        if read_into(source, piece, done) != len(piece):
+            raise ModifiedError(f"a file shrank to less than {length} bytes while it was copied")
+        write_all(target, piece, done)
+        done += len(piece)
+
+
+def make_files(version: Version, directory: Path) -> None:
+    """Create a staged version's files at their full size; files that fit are left as they are.
+
+    Raises:
+        DiskFullError: If there is no room for them; what was made stays for a later try.
+        DiskError: If the system refuses otherwise.
+    """
+    with disk_errors(directory, "staging"):
+        directory.mkdir(parents=True, exist_ok=True)
+    reserve = file_system_of(directory) not in _MEMORY_FILE_SYSTEMS
+    lacking = []
+    for entry in version.layout.files:
+        path = directory / entry.path
+        if not path.is_file() or path.is_symlink() or path.stat().st_size != entry.bytes:
+            lacking.append(entry)
+    require_space(
+        directory,
+        sum(entry.bytes for entry in lacking),
+        what=f"version {version.number} of run {version.layout.run!r}",
+    )
+    for entry in lacking:
+        path = directory / entry.path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            try:
+                preallocate(fd, entry.bytes, reserve=reserve)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise disk_error(error, path, "staging") from error
