@@ -6,7 +6,7 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
-from shardcast.errors import MalformedError
+from shardcast.errors import LimitError, MalformedError
 from shardcast.protocol.documents import Digest, Document, decode, encode
 from shardcast.protocol.limits import (
     MAX_DELTA_BLOB_BYTES,
@@ -55,7 +55,7 @@ class DeltaPart(Document, frozen=True, kw_only=True):
                     f"frames of blob {blob.digest} take {filled} bytes of {blob.bytes}"
                 )
         if self.shards.stop > MAX_SHARDS:
-            raise MalformedError(f"frames reach shard {self.shards.stop - 1}")
+            raise LimitError(f"shard {self.shards.stop - 1} is over the limit of {MAX_SHARDS}")
 
     @property
     def shards(self) -> range:
@@ -65,8 +65,11 @@ class DeltaPart(Document, frozen=True, kw_only=True):
 
 
 def encode_delta_part(part: DeltaPart) -> bytes:
-    """Return the bytes of a delta part, checked."""
-    part.check()
+    """Return the bytes of a delta part.
+
+    Raises:
+        MalformedError: If readers would refuse it.
+    """
     return encode(part)
 
 

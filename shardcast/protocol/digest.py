@@ -50,5 +50,9 @@ def unpack_digests(packed: bytes) -> tuple[str, ...]:
 
 
 def pack_digests(digests: tuple[str, ...] | list[str]) -> bytes:
-    """Concatenate hex digests as 32 bytes each, the inverse of ``unpack_digests``."""
-    return bytes.fromhex("".join(digests))
+    """Concatenate hex digests as 32 bytes each, the inverse of ``unpack_digests``.
+
+    Raises:
+        MalformedError: If one is not a digest.
+    """
+    return bytes.fromhex("".join(parse_digest(digest) for digest in digests))

@@ -23,6 +23,18 @@ HEAD_PAYLOAD_TYPE: Final = "application/vnd.shardcast.head+json"
 PUBLIC_KEY_BYTES: Final = 32
 SIGNATURE_BYTES: Final = 64
 
+_PRIME: Final = 2**255 - 19
+_SMALL_ORDER_Y: Final = frozenset(
+    [
+        0,
+        1,
+        _PRIME - 1,
+        0x05FC536D880238B13933C6D305ACDFD5F098EFF289F4C345B027B2C28F95E826,
+        0x7A03AC9277FDC74EC6CC392CFA53202A0F67100D760B3CBA4FD84D3D706A17C7,
+    ]
+)
+"""y of the eight points of order 1, 2, 4 and 8: under such a key anybody can sign anything."""
+
 
 class Signer(Protocol):
     """Something that signs with one Ed25519 key."""
@@ -62,6 +74,32 @@ def encode_key(public_key: bytes) -> str:
     return base64.b64encode(public_key).decode("ascii")
 
 
+def check_public_key(raw: bytes) -> bytes:
+    """Return ``raw`` if it may be an Ed25519 public key of the protocol.
+
+    Refused, though RFC 8032 section 5.1.3 or common verifiers let them pass: an encoding with
+    y >= 2^255 - 19 (one key would have two keyids) and the eight points of small order.
+
+    Raises:
+        MalformedError: If it is one of those, or not 32 bytes.
+    """
+    if len(raw) != PUBLIC_KEY_BYTES:
+        raise MalformedError(f"key has {len(raw)} bytes, not {PUBLIC_KEY_BYTES}")
+    y = int.from_bytes(raw, "little") & ((1 << 255) - 1)
+    if y >= _PRIME or y in _SMALL_ORDER_Y:
+        raise MalformedError(f"key {raw.hex()} is not a usable Ed25519 public key")
+    return raw
+
+
+def decode_key(text: str) -> bytes:
+    """Return the raw public key that a head or state lists.
+
+    Raises:
+        MalformedError: If it is not padded base64 of a usable key.
+    """
+    return check_public_key(decode_base64(text, what="key"))
+
+
 def decode_base64(text: str, *, what: str, length: int | None = None) -> bytes:
     """Decode padded standard base64, canonical form only.
 
@@ -86,7 +124,12 @@ def pre_authentication_encoding(payload_type: str, payload: bytes) -> bytes:
 
 
 def seal(payload: bytes, signers: Iterable[Signer]) -> bytes:
-    """Sign ``payload`` as a head and return the envelope's bytes."""
+    """Sign ``payload`` as a head and return the envelope's bytes.
+
+    Raises:
+        LimitError: If the envelope is larger than readers accept.
+        MalformedError: If nobody signs.
+    """
     message = pre_authentication_encoding(HEAD_PAYLOAD_TYPE, payload)
     signatures = [
         Signature(
@@ -100,7 +143,7 @@ def seal(payload: bytes, signers: Iterable[Signer]) -> bytes:
         payload=base64.b64encode(payload).decode("ascii"),
         signatures=signatures,
     )
-    return encode(envelope)
+    return encode(envelope, limit=MAX_HEAD_BYTES)
 
 
 def open_unverified(data: bytes) -> tuple[Envelope, bytes]:

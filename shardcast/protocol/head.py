@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Annotated, Final, Literal
 
 import msgspec
 
-from shardcast.errors import MalformedError
+from shardcast.errors import ClockError, MalformedError
 from shardcast.protocol.documents import (
     Count,
     Digest,
@@ -18,7 +19,7 @@ from shardcast.protocol.documents import (
     decode,
     encode,
 )
-from shardcast.protocol.envelope import PUBLIC_KEY_BYTES, decode_base64
+from shardcast.protocol.envelope import decode_key
 from shardcast.protocol.limits import (
     MAX_DELTAS,
     MAX_DOCUMENT_PARTS,
@@ -100,7 +101,7 @@ class Head(Document, frozen=True, kw_only=True):
         if self.expires_at < self.issued_at:
             raise MalformedError("expires_at is before issued_at")
         numbers = [ref.version for ref in self.versions]
-        if any(newer <= older for newer, older in zip(numbers, numbers[1:], strict=False)):
+        if any(newer <= older for newer, older in pairwise(numbers)):
             raise MalformedError("versions are not newest first")
         if len({ref.manifest for ref in self.versions}) != len(numbers):
             raise MalformedError("two versions have one manifest")
@@ -110,18 +111,19 @@ class Head(Document, frozen=True, kw_only=True):
             raise MalformedError(f"version {self.version} is withdrawn")
         if self.open is not None and numbers and self.open.version <= numbers[0]:
             raise MalformedError(f"open version {self.open.version} is not above {numbers[0]}")
+        manifests = {ref.version: ref.manifest for ref in self.versions}
         for ref in self.versions:
-            _check_bases(ref.version, ref.deltas)
+            _check_bases(ref.version, ref.deltas, manifests)
         if self.open is not None:
-            _check_bases(self.open.version, self.open.deltas)
+            _check_bases(self.open.version, self.open.deltas, manifests)
 
     def raw_keys(self) -> frozenset[bytes]:
         """Return the keys that may sign heads, as raw 32-byte public keys.
 
         Raises:
-            MalformedError: If one is not 32 bytes of base64, or occurs twice.
+            MalformedError: If one is not a usable key in base64, or occurs twice.
         """
-        keys = [decode_base64(k, what="key", length=PUBLIC_KEY_BYTES) for k in self.keys]
+        keys = [decode_key(key) for key in self.keys]
         if len(set(keys)) != len(keys):
             raise MalformedError("a key is listed twice")
         return frozenset(keys)
@@ -135,21 +137,31 @@ class Head(Document, frozen=True, kw_only=True):
         return None if self.version is None else self.ref(self.version)
 
 
-def _check_bases(version: int, deltas: list[DeltaRef] | list[OpenDeltaRef]) -> None:
+def _check_bases(
+    version: int, deltas: list[DeltaRef] | list[OpenDeltaRef], manifests: dict[int, str]
+) -> None:
     for delta in deltas:
         if (delta.base is None) != (delta.base_version is None):
             raise MalformedError(f"delta of version {version}: base and base_version disagree")
         if delta.base_version is not None and delta.base_version >= version:
             raise MalformedError(f"delta of version {version} has base {delta.base_version}")
+        if delta.base_version in manifests and manifests[delta.base_version] != delta.base:
+            raise MalformedError(
+                f"delta of version {version}: base {delta.base} is not version "
+                f"{delta.base_version}, which is {manifests[delta.base_version]}"
+            )
     bases = [delta.base for delta in deltas]
     if len(set(bases)) != len(bases):
         raise MalformedError(f"version {version} has two deltas of one base")
 
 
 def encode_head(head: Head) -> bytes:
-    """Return the payload bytes of a head, checked."""
-    head.check()
-    return encode(head)
+    """Return the payload bytes of a head.
+
+    Raises:
+        MalformedError: If readers would refuse it.
+    """
+    return encode(head, limit=MAX_HEAD_BYTES)
 
 
 def decode_head(payload: bytes) -> Head:
@@ -166,12 +178,12 @@ def next_sequence(previous: int | None, now_ms: int) -> int:
     """Return the sequence of the next head: it grows, and follows the clock.
 
     Raises:
-        MalformedError: If the previous sequence is more than a day ahead of the clock.
+        ClockError: If the previous sequence is more than a day ahead of the clock.
     """
     if previous is None:
-        return now_ms
+        return max(1, now_ms)
     if previous > now_ms + MAX_FUTURE_MS:
-        raise MalformedError(
+        raise ClockError(
             f"the last head's sequence {previous} is more than a day ahead of this clock {now_ms}"
         )
     return max(previous + 1, now_ms)

@@ -21,6 +21,7 @@ from shardcast.protocol.documents import (
     RunName,
     Step,
     Text,
+    check_run,
     decode,
     encode,
 )
@@ -71,6 +72,7 @@ class Layout(Document, frozen=True, kw_only=True, dict=True):
         """
         if self.shard_bytes & (self.shard_bytes - 1):
             raise MalformedError(f"shard_bytes {self.shard_bytes} is not a power of two")
+        check_run(self.run)
         texts = [text for item in self.metadata.items() for text in item]
         weight = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
         if weight > MAX_METADATA_BYTES:
@@ -142,7 +144,7 @@ class Part(Document, frozen=True, kw_only=True, dict=True):
     digests: str
 
     def check(self) -> None:
-        """Check that the digests are 1 to 4096 whole ones.
+        """Check that the digests are 1 to 4096 whole ones, of shards that can exist.
 
         Raises:
             MalformedError: If they are not.
@@ -150,6 +152,8 @@ class Part(Document, frozen=True, kw_only=True, dict=True):
         count = len(self.shard_digests)
         if not 1 <= count <= MAX_PART_SHARDS:
             raise LimitError(f"{count} digests; a part has 1 to {MAX_PART_SHARDS}")
+        if self.shards.stop > MAX_SHARDS:
+            raise LimitError(f"shard {self.shards.stop - 1} is over the limit of {MAX_SHARDS}")
 
     @cached_property
     def shard_digests(self) -> tuple[str, ...]:
@@ -163,12 +167,12 @@ class Part(Document, frozen=True, kw_only=True, dict=True):
 
 
 def encode_layout(layout: Layout) -> bytes:
-    """Return the bytes of a layout, checked (also against the document limit)."""
-    layout.check()
-    data = encode(layout)
-    if len(data) > MAX_DOCUMENT_BYTES:
-        raise LimitError(f"layout of {len(data)} bytes is over {MAX_DOCUMENT_BYTES}")
-    return data
+    """Return the bytes of a layout.
+
+    Raises:
+        MalformedError: If readers would refuse it (UnsafePathError, LimitError where they fit).
+    """
+    return encode(layout)
 
 
 def decode_layout(data: bytes) -> Layout:
@@ -181,11 +185,13 @@ def decode_layout(data: bytes) -> Layout:
 
 
 def encode_part(layout: str, first_shard: int, digests: tuple[str, ...] | list[str]) -> bytes:
-    """Return the bytes of a part of the layout with digest ``layout``."""
+    """Return the bytes of a part of the layout with digest ``layout``.
+
+    Raises:
+        MalformedError: If readers would refuse it.
+    """
     packed = base64.b64encode(pack_digests(digests)).decode("ascii")
-    part = Part(layout=layout, first_shard=first_shard, digests=packed)
-    part.check()
-    return encode(part)
+    return encode(Part(layout=layout, first_shard=first_shard, digests=packed))
 
 
 def decode_part(data: bytes) -> Part:

@@ -8,7 +8,7 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
-from shardcast.errors import MixAndMatchError, WrongRunError
+from shardcast.errors import MalformedError, MixAndMatchError, WrongRunError
 from shardcast.protocol.digest import digest_of
 from shardcast.protocol.documents import Digest, Document, decode, encode
 from shardcast.protocol.head import OpenRef, VersionRef
@@ -25,9 +25,22 @@ class Manifest(Document, frozen=True, kw_only=True):
     layout: Digest
     parts: Annotated[list[Digest], msgspec.Meta(max_length=MAX_DOCUMENT_PARTS)]
 
+    def check(self) -> None:
+        """Check that no part is listed twice.
+
+        Raises:
+            MalformedError: If one is.
+        """
+        if len(set(self.parts)) != len(self.parts):
+            raise MalformedError("a part is listed twice")
+
 
 def encode_manifest(layout: str, parts: Sequence[str]) -> bytes:
-    """Return the bytes of a manifest."""
+    """Return the bytes of a manifest.
+
+    Raises:
+        MalformedError: If readers would refuse it.
+    """
     return encode(Manifest(layout=layout, parts=list(parts)))
 
 
@@ -77,6 +90,22 @@ class Version:
         return found
 
 
+def bound_parts(layout: Layout, parts: Sequence[str]) -> None:
+    """Check that a layout can have so many parts, before any of them is fetched.
+
+    Every part names at least one shard, so a list that is longer than the shards are many is
+    endless data in small pieces.
+
+    Raises:
+        MixAndMatchError: If there are more parts than shards, or one is listed twice.
+    """
+    if len(parts) > layout.shard_count or len(set(parts)) != len(parts):
+        raise MixAndMatchError(
+            f"version {layout.version} of run {layout.run!r}: {len(parts)} parts, "
+            f"{len(set(parts))} of them different, for {layout.shard_count} shards"
+        )
+
+
 def assemble(
     ref: VersionRef, run: str, manifest: Manifest, layout: Layout, parts: Sequence[Part]
 ) -> Version:
@@ -101,15 +130,17 @@ def assemble(
     for part in parts:
         if part.layout != manifest.layout:
             raise MixAndMatchError(f"{name}: a part belongs to layout {part.layout}")
-        if part.first_shard != len(digests):
+        if part.first_shard != len(digests) or part.shards.stop > layout.shard_count:
             raise MixAndMatchError(
-                f"{name}: a part begins at shard {part.first_shard}, not {len(digests)}"
+                f"{name}: a part names shards {part.first_shard} to {part.shards.stop - 1} where "
+                f"{len(digests)} of {layout.shard_count} are named already"
             )
         digests.extend(part.shard_digests)
     if len(digests) != layout.shard_count:
         raise MixAndMatchError(
             f"{name}: parts name {len(digests)} shards, the layout has {layout.shard_count}"
         )
+    _check_lengths(layout, digests, name)
     return Version(
         layout=layout,
         layout_digest=manifest.layout,
@@ -138,6 +169,7 @@ def assemble_open(ref: OpenRef, run: str, layout: Layout, parts: Sequence[Part])
             if digests[shard] is not None:
                 raise MixAndMatchError(f"{name}: two parts name shard {shard}")
             digests[shard] = digest
+    _check_lengths(layout, digests, name)
     return Version(
         layout=layout,
         layout_digest=ref.layout,
@@ -154,6 +186,23 @@ def _check_layout(layout: Layout, *, run: str, version: int, step: int | None, n
         raise MixAndMatchError(f"{name}: the layout is of version {layout.version}")
     if layout.step != step:
         raise MixAndMatchError(f"{name}: head says step {step}, the layout {layout.step}")
+
+
+def _check_lengths(layout: Layout, digests: Sequence[str | None], name: str) -> None:
+    """Refuse a digest that stands for two lengths: one of them must be a lie.
+
+    Otherwise bytes that were hashed as one extent could be taken for another that is longer.
+    """
+    lengths: dict[str, int] = {}
+    for file, entry in enumerate(layout.files):
+        left = entry.bytes
+        for shard in layout.file_shards(file):
+            digest, length = digests[shard], min(left, layout.shard_bytes)
+            left -= length
+            if digest is not None and lengths.setdefault(digest, length) != length:
+                raise MixAndMatchError(
+                    f"{name}: digest {digest} stands for {lengths[digest]} and for {length} bytes"
+                )
 
 
 def check_document(data: bytes, digest: str, *, what: str) -> bytes:

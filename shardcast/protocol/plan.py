@@ -82,6 +82,7 @@ def plan_version(target: Version, done: Collection[int], holdings: Sequence[Hold
         holdings: Other versions, best source first.
     """
     layout, digests = target.layout, target.digests
+    done = frozenset(done)
     files = _whole_files(target, done, holdings)
     by_file = {shard for reuse in files for shard in layout.file_shards(reuse.file)}
     available = _shards_by_digest(holdings)
@@ -98,8 +99,8 @@ def plan_version(target: Version, done: Collection[int], holdings: Sequence[Hold
             unknown.append(shard)
         elif digest in own:
             repeats.append(ShardCopy(extent, target.number, own[digest]))
-        elif digest in available:
-            number, source = available[digest]
+        elif (digest, extent.length) in available:
+            number, source = available[digest, extent.length]
             copies.append(ShardCopy(extent, number, source))
         else:
             wanted.setdefault(digest, []).append(extent)
@@ -114,33 +115,35 @@ def plan_version(target: Version, done: Collection[int], holdings: Sequence[Hold
 
 
 def _whole_files(
-    target: Version, done: Collection[int], holdings: Sequence[Holding]
+    target: Version, done: frozenset[int], holdings: Sequence[Holding]
 ) -> list[FileReuse]:
-    known: dict[tuple[str | None, ...], tuple[int, str]] = {}
+    known: dict[tuple[int, tuple[str | None, ...]], tuple[int, str]] = {}
     for holding in holdings:
-        version = holding.version
+        version, verified = holding.version, frozenset(holding.verified)
         for index, entry in enumerate(version.layout.files):
             shards = version.layout.file_shards(index)
-            if shards and all(shard in holding.verified for shard in shards):
+            if shards and verified.issuperset(shards):
                 digests = version.digests[shards.start : shards.stop]
-                known.setdefault(digests, (version.number, entry.path))
+                known.setdefault((entry.bytes, digests), (version.number, entry.path))
     reuses: list[FileReuse] = []
-    for index in range(len(target.layout.files)):
+    for index, entry in enumerate(target.layout.files):
         shards = target.layout.file_shards(index)
         digests = target.digests[shards.start : shards.stop]
-        if not shards or None in digests or any(shard in done for shard in shards):
+        if not shards or None in digests or not done.isdisjoint(shards):
             continue
-        if digests in known:
-            reuses.append(FileReuse(index, *known[digests]))
+        if (entry.bytes, digests) in known:
+            reuses.append(FileReuse(index, *known[entry.bytes, digests]))
     return reuses
 
 
-def _shards_by_digest(holdings: Sequence[Holding]) -> dict[str, tuple[int, Extent]]:
-    found: dict[str, tuple[int, Extent]] = {}
+def _shards_by_digest(
+    holdings: Sequence[Holding],
+) -> dict[tuple[str, int], tuple[int, Extent]]:
+    found: dict[tuple[str, int], tuple[int, Extent]] = {}
     for holding in holdings:
         layout = holding.version.layout
         for shard in holding.verified:
-            digest = holding.version.digests[shard]
-            if digest is not None and digest not in found:
-                found[digest] = (holding.version.number, layout.extent(shard))
+            digest, extent = holding.version.digests[shard], layout.extent(shard)
+            if digest is not None:
+                found.setdefault((digest, extent.length), (holding.version.number, extent))
     return found

@@ -17,6 +17,7 @@ from shardcast.errors import (
     ClockError,
     EquivocationError,
     ExpiredError,
+    MalformedError,
     NotFoundError,
     RollbackError,
     UnknownKeyError,
@@ -25,11 +26,19 @@ from shardcast.errors import (
     WrongRunError,
 )
 from shardcast.protocol.digest import digest_of
-from shardcast.protocol.documents import Digest, Document, Positive, RunName, decode, encode
+from shardcast.protocol.documents import (
+    Digest,
+    Document,
+    Positive,
+    RunName,
+    check_run,
+    decode,
+    encode,
+)
 from shardcast.protocol.envelope import (
-    PUBLIC_KEY_BYTES,
     Envelope,
-    decode_base64,
+    check_public_key,
+    decode_key,
     encode_key,
     key_id,
     open_unverified,
@@ -71,17 +80,22 @@ class TrustState(Document, frozen=True, kw_only=True):
     retired: Annotated[list[str], msgspec.Meta(max_length=4 * MAX_KEYS)]
     sequence: Positive | None
     payload: Digest | None
-    manifests: Annotated[dict[int, Digest], msgspec.Meta(max_length=MAX_REMEMBERED)]
-    layouts: Annotated[dict[int, Digest], msgspec.Meta(max_length=MAX_REMEMBERED)]
+    manifests: Annotated[dict[Positive, Digest], msgspec.Meta(max_length=MAX_REMEMBERED)]
+    layouts: Annotated[dict[Positive, Digest], msgspec.Meta(max_length=MAX_REMEMBERED)]
 
     def check(self) -> None:
-        """Check that keys are keys.
+        """Check that keys are keys, and that what belongs together is there.
 
         Raises:
-            MalformedError: If one is not.
+            MalformedError: If something is not.
         """
+        check_run(self.run)
         for key in (*self.anchors, *self.keys, *self.retired):
-            decode_base64(key, what="key", length=PUBLIC_KEY_BYTES)
+            decode_key(key)
+        if (self.sequence is None) != (self.payload is None):
+            raise MalformedError("sequence and payload disagree")
+        if not self.keys and (self.anchors or self.sequence is not None):
+            raise MalformedError("no keys, though some were trusted before")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +123,11 @@ class Accepted:
 
 
 def encode_state(state: TrustState) -> bytes:
-    """Return the bytes to store."""
+    """Return the bytes to store.
+
+    Raises:
+        MalformedError: If ``decode_state`` would refuse them.
+    """
     return encode(state)
 
 
@@ -123,8 +141,12 @@ def decode_state(data: bytes) -> TrustState:
 
 
 def fresh(run: str, keys: Iterable[bytes] = ()) -> TrustState:
-    """Return the state before the first head: pinned to ``keys``, or trusting on first use."""
-    pinned = sorted(encode_key(key) for key in keys)
+    """Return the state before the first head: pinned to ``keys``, or trusting on first use.
+
+    Raises:
+        UsageError: If a key is unusable, or there are too many.
+    """
+    pinned = _pin(keys)
     return TrustState(
         run=run,
         anchors=pinned,
@@ -135,6 +157,16 @@ def fresh(run: str, keys: Iterable[bytes] = ()) -> TrustState:
         manifests={},
         layouts={},
     )
+
+
+def _pin(keys: Iterable[bytes]) -> list[str]:
+    try:
+        pinned = sorted({encode_key(check_public_key(key)) for key in keys})
+    except MalformedError as error:
+        raise UsageError(f"public key: {error.message}") from error
+    if len(pinned) > MAX_KEYS:
+        raise UsageError(f"{len(pinned)} public keys are given; {MAX_KEYS} are the most")
+    return pinned
 
 
 def begin(
@@ -150,11 +182,12 @@ def begin(
     state; another pin replaces the keys, while the last-seen sequence survives.
 
     Raises:
-        UsageError: If neither or both of a pin and trust-on-first-use are given and nothing is
-            remembered.
+        UsageError: If both a pin and trust-on-first-use are given, or neither is and nothing is
+            remembered, or a key is unusable.
         WrongRunError: If the remembered state is of another run.
     """
-    keys = sorted(encode_key(key) for key in pinned)
+    pinned = tuple(pinned)
+    keys = _pin(pinned)
     if keys and first_use:
         raise UsageError("give either a public key or trust on first use, not both")
     if remembered is not None and remembered.run != run:
@@ -165,7 +198,7 @@ def begin(
                 f"no key is known for run {run!r}: give --pubkey FILE or --trust-on-first-use"
             )
         return fresh(run, pinned)
-    if not keys or keys == remembered.anchors or keys == remembered.keys:
+    if not keys or keys in (remembered.anchors, remembered.keys):
         return remembered
     return msgspec.structs.replace(remembered, anchors=keys, keys=keys, retired=[])
 
@@ -211,11 +244,11 @@ def _authenticate(state: TrustState, envelope: Envelope, payload: bytes) -> Head
         head = decode_head(payload)
         verify(envelope, payload, head.raw_keys())
         return head
-    trusted = [decode_base64(key, what="key") for key in state.keys]
+    trusted = [decode_key(key) for key in state.keys]
     try:
         verify(envelope, payload, trusted)
     except UnknownKeyError:
-        retired = {key_id(decode_base64(key, what="key")) for key in state.retired}
+        retired = {key_id(decode_key(key)) for key in state.retired}
         by = sorted(s.keyid for s in envelope.signatures if s.keyid in retired)
         if by:
             raise UnknownKeyError(
@@ -331,4 +364,3 @@ def require_version(head: Head, version: int | None) -> VersionRef:
         raise NotFoundError(f"run {head.run!r} has no complete version yet")
     kept = ", ".join(str(r.version) for r in head.versions) or "none"
     raise NotFoundError(f"run {head.run!r} does not retain version {version}; retained: {kept}")
-

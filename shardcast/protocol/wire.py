@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from datetime import UTC
 from email.utils import parsedate_to_datetime
 from typing import Final
 from urllib.parse import quote
@@ -31,8 +32,9 @@ ERROR_CACHE_CONTROL: Final = "no-store"
 BLOB_CONTENT_TYPE: Final = "application/octet-stream"
 MAX_RETRY_AFTER_SECONDS: Final = 60.0
 
-_RANGE = re.compile(r"^bytes=(\d{0,16})-(\d{0,16})\Z", re.ASCII)
-_CONTENT_RANGE = re.compile(r"^bytes (\d{1,16})-(\d{1,16})/(\d{1,16})\Z", re.ASCII)
+# The unit in any case: RFC 9110 section 14.1.
+_RANGE = re.compile(r"^bytes=(\d{0,16})-(\d{0,16})\Z", re.ASCII | re.IGNORECASE)
+_CONTENT_RANGE = re.compile(r"^bytes (\d{1,16})-(\d{1,16})/(\d{1,16})\Z", re.ASCII | re.IGNORECASE)
 _NUMBER = re.compile(r"^\d{1,16}\Z", re.ASCII)
 _NODE = re.compile(r"^[0-9a-f]{8,64}\Z", re.ASCII)
 
@@ -120,9 +122,11 @@ def parse_range(header: str | None, total: int) -> ByteRange | None:
         UnsatisfiableRangeError: If the single range lies outside the representation.
     """
     match = _RANGE.match(header.strip()) if header is not None else None
-    if match is None or match.group(0) == "bytes=-":
+    if match is None:
         return None
     first, last = match.groups()
+    if not first and not last:
+        return None
     if not first:
         suffix = int(last)
         if suffix == 0 or total == 0:
@@ -153,11 +157,17 @@ def if_range_matches(header: str | None, etag: str) -> bool:
     return header is None or header.strip() == etag
 
 
-def etag_in(header: str | None, etag: str) -> bool:
-    """Say whether an If-None-Match or If-Match list holds ``etag`` (weak comparison) or ``*``."""
+def etag_in(header: str | None, etag: str, *, strong: bool = False) -> bool:
+    """Say whether a list of entity tags holds ``etag`` or is ``*``.
+
+    If-None-Match compares weakly, If-Match strongly (RFC 9110 section 13.1): there a tag
+    marked ``W/`` matches nothing.
+    """
     if header is None:
         return False
-    entries = [entry.strip().removeprefix("W/") for entry in header.split(",")]
+    entries = [entry.strip() for entry in header.split(",")]
+    if not strong:
+        entries = [entry.removeprefix("W/") for entry in entries]
     return "*" in entries or etag in entries
 
 
@@ -190,7 +200,10 @@ def parse_retry_after(header: str | None, now_s: float) -> float | None:
     if _NUMBER.match(text):
         return min(float(text), MAX_RETRY_AFTER_SECONDS)
     try:
-        when = parsedate_to_datetime(text).timestamp()
+        when = parsedate_to_datetime(text)
+        if when.tzinfo is None:  # "-0000"; an HTTP date is always in GMT
+            when = when.replace(tzinfo=UTC)
+        seconds = when.timestamp() - now_s
     except (ValueError, OverflowError, TypeError, IndexError):
         return None
-    return min(max(when - now_s, 0.0), MAX_RETRY_AFTER_SECONDS)
+    return min(max(seconds, 0.0), MAX_RETRY_AFTER_SECONDS)

@@ -1,0 +1,1 @@
+"""Golden bytes of the protocol, and the script that writes them."""
