@@ -1,0 +1,359 @@
+"""The control plane of a source: heads and JSON, by asyncio and aiohttp (imported on first use).
+
+``HeadWatcher`` keeps one long poll at each of several sources, so that a new head crosses a hop in
+about one round trip whichever source has it first. It judges nothing: every envelope goes to a
+callback, which decides what is accepted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import msgspec
+
+import shardcast
+from shardcast.config import NetConfig
+from shardcast.connection import parse_endpoint
+from shardcast.errors import (
+    LimitError,
+    MalformedError,
+    NetworkError,
+    ShardcastError,
+    SourceStatusError,
+    StallError,
+)
+from shardcast.protocol.limits import MAX_DOCUMENT_BYTES, MAX_HEAD_BYTES
+from shardcast.protocol.wire import (
+    API_PREFIX,
+    DEPTH_HEADER,
+    NODE_HEADER,
+    head_path,
+    parse_depth,
+    parse_node,
+    parse_retry_after,
+)
+
+if TYPE_CHECKING:
+    import aiohttp
+
+EARLY_S: Final = 1.0
+"""An unchanged answer this much before the end of the wait means a server that does not wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadAnswer:
+    """A head as one source gave it: not verified.
+
+    Attributes:
+        envelope: The body.
+        depth: How far the source is from the origin.
+        node: Its node id, None for a static server.
+        url: Its base URL.
+    """
+
+    envelope: bytes
+    depth: int
+    node: str | None
+    url: str
+
+
+class HeadSource(Protocol):
+    """Where heads come from."""
+
+    @property
+    def url(self) -> str:
+        """Names the source."""
+        ...
+
+    async def head(self, run: str, *, after: int | None = None, wait_s: int = 0) -> HeadAnswer:
+        """Return the head, at once or when its sequence is above ``after`` or the wait is over."""
+        ...
+
+
+@asynccontextmanager
+async def open_session(
+    config: NetConfig, headers: Mapping[str, str] | None = None
+) -> AsyncIterator[aiohttp.ClientSession]:
+    """Yield a client session as ``Upstream`` needs it, closed afterwards.
+
+    Args:
+        config: Timeouts.
+        headers: Sent with every request.
+    """
+    import aiohttp
+
+    connector = aiohttp.TCPConnector(limit=0, ttl_dns_cache=30)
+    async with aiohttp.ClientSession(
+        connector=connector,
+        auto_decompress=False,
+        cookie_jar=aiohttp.DummyCookieJar(),
+        timeout=aiohttp.ClientTimeout(
+            total=config.header_timeout_s, sock_connect=config.connect_timeout_s
+        ),
+        headers={
+            "User-Agent": f"shardcast/{shardcast.__version__}",
+            "Accept-Encoding": "identity",
+            **(headers or {}),
+        },
+    ) as session:
+        yield session
+
+
+class Upstream:
+    """One source's control plane.
+
+    Attributes:
+        url: Its base URL, without a slash at the end.
+    """
+
+    def __init__(self, url: str, session: aiohttp.ClientSession, config: NetConfig) -> None:
+        """Check the URL; connect later.
+
+        Raises:
+            UsageError: If the URL is none.
+        """
+        self.url = parse_endpoint(url).url
+        self._session = session
+        self._config = config
+
+    async def head(self, run: str, *, after: int | None = None, wait_s: int = 0) -> HeadAnswer:
+        """Return the head, as it is; with ``after`` once its sequence is above, or after the wait.
+
+        Raises:
+            SourceStatusError: If the answer is not 200 (404: the source does not know the run).
+            StallError: If no answer came in time.
+            NetworkError: If the source cannot be reached.
+            MalformedError: If the answer is over its limit or its depth is none.
+        """
+        path = head_path(run, after=after, wait=wait_s if after is not None else None)
+        body, headers = await self._get(path, limit=MAX_HEAD_BYTES, wait_s=wait_s)
+        return HeadAnswer(
+            envelope=body,
+            depth=parse_depth(headers.get(DEPTH_HEADER)),
+            node=parse_node(headers.get(NODE_HEADER)),
+            url=self.url,
+        )
+
+    async def runs(self) -> list[str]:
+        """Return the names of the source's runs.
+
+        Raises:
+            NetworkError: If it has no such list or cannot be reached.
+            MalformedError: If the answer is something else.
+        """
+        answer = await self._json(f"{API_PREFIX}/runs")
+        names = answer.get("runs")
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise MalformedError("its list of runs is malformed", source=self.url)
+        return [name for name in names if isinstance(name, str)]
+
+    async def status(self) -> dict[str, Any]:
+        """Return the source's status, as it reports it.
+
+        Raises:
+            NetworkError: If it has none or cannot be reached.
+            MalformedError: If the answer is no JSON object.
+        """
+        return await self._json(f"{API_PREFIX}/status")
+
+    async def peers(self, run: str) -> dict[str, Any]:
+        """Return the neighbours that serve a run, as the source reports them.
+
+        Raises:
+            NetworkError: If it tells none or cannot be reached.
+            MalformedError: If the answer is no JSON object.
+        """
+        return await self._json(f"{API_PREFIX}/{run}/peers")
+
+    async def _json(self, path: str) -> dict[str, Any]:
+        body, _ = await self._get(path, limit=MAX_DOCUMENT_BYTES)
+        try:
+            answer = msgspec.json.decode(body, type=dict[str, Any])
+        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+            raise MalformedError(
+                f"{path} is not a JSON object: {error}", source=self.url
+            ) from error
+        return answer
+
+    async def _get(
+        self, path: str, *, limit: int, wait_s: float = 0
+    ) -> tuple[bytes, Mapping[str, str]]:
+        import aiohttp
+
+        config = self._config
+        timeout = aiohttp.ClientTimeout(
+            total=wait_s + config.header_timeout_s, sock_connect=config.connect_timeout_s
+        )
+        try:
+            async with self._session.get(
+                self.url + path, timeout=timeout, allow_redirects=False
+            ) as response:
+                if response.status != 200:
+                    raise self._status_error(path, response.status, response.headers)
+                coding = response.headers.get("Content-Encoding", "identity")
+                if coding != "identity":
+                    raise NetworkError(f"sends {path} with Content-Encoding {coding[:40]!r}")
+                body = await self._read(response, path, limit)
+                return body, response.headers
+        except ShardcastError as error:
+            error.source = error.source or self.url
+            raise
+        except TimeoutError as error:
+            raise StallError(f"no answer to {path} in time", source=self.url) from error
+        except aiohttp.ClientConnectorCertificateError as error:
+            raise NetworkError(
+                f"certificate is not trusted: {error.certificate_error}", source=self.url
+            ) from error
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise NetworkError(f"cannot get {path}: {error}", source=self.url) from error
+
+    def _status_error(self, path: str, status: int, headers: Mapping[str, str]) -> NetworkError:
+        if 300 <= status < 400:
+            where = headers.get("Location", "nowhere")[:200]
+            return NetworkError(f"redirects {path} to {where}: not followed", source=self.url)
+        return SourceStatusError(
+            f"answers {status} to {path}",
+            source=self.url,
+            status=status,
+            retry_after=parse_retry_after(headers.get("Retry-After"), time.time()),
+        )
+
+    async def _read(self, response: aiohttp.ClientResponse, path: str, limit: int) -> bytes:
+        body = bytearray()
+        async for piece in response.content.iter_any():
+            body += piece
+            if len(body) > limit:
+                raise LimitError(f"{path} is over its limit of {limit} bytes", source=self.url)
+        return bytes(body)
+
+
+@dataclass(frozen=True, slots=True)
+class UpstreamState:
+    """What the watcher knows of one source.
+
+    Attributes:
+        live: Whether its last answer was one (also 404), False before the first.
+        depth: As it last said, None before.
+        node: Its node id, None before or where it has none.
+        waits: Whether it holds long polls, None before the first one ended.
+        error: Why it is not live.
+    """
+
+    live: bool = False
+    depth: int | None = None
+    node: str | None = None
+    waits: bool | None = None
+    error: ShardcastError | None = None
+
+
+OnHead = Callable[[HeadAnswer], Awaitable[int | None]]
+"""Called with each head that differs from the source's last one. Returns the newest accepted
+sequence of the run, from whatever source, or None if this head was refused."""
+
+OnChange = Callable[[str, UpstreamState], None]
+"""Called with URL and state when a source became live or failed (each failure)."""
+
+
+class HeadWatcher:
+    """Keeps asking several sources for one run's head until ``watch`` is cancelled."""
+
+    def __init__(
+        self,
+        run: str,
+        sources: Sequence[HeadSource],
+        config: NetConfig,
+        on_head: OnHead,
+        *,
+        on_change: OnChange | None = None,
+        rng: random.Random | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._run = run
+        self._sources = tuple(sources)
+        self._config = config
+        self._on_head = on_head
+        self._on_change = on_change
+        self._rng = rng or random.Random()  # noqa: S311 - spreads load, keeps no secret
+        self._clock = clock
+        self._sleep = sleep
+        self._after: int | None = None
+        self._last: dict[str, bytes] = {}
+        self._states = {source.url: UpstreamState() for source in self._sources}
+
+    @property
+    def states(self) -> Mapping[str, UpstreamState]:
+        """What is known of each source, by URL."""
+        return dict(self._states)
+
+    async def watch(self) -> None:
+        """Watch all sources. Ends only by cancellation, which leaves nothing behind."""
+        async with asyncio.TaskGroup() as group:
+            for source in self._sources:
+                group.create_task(self._watch_one(source))
+
+    async def refresh(self) -> None:
+        """Ask every source once, now, without waiting; heads go to the callback as always."""
+        await asyncio.gather(*(self._ask(source, wait_s=0) for source in self._sources))
+
+    async def _watch_one(self, source: HeadSource) -> None:
+        failures = 0
+        while True:
+            asked = self._clock()
+            wait_s = self._config.head_wait_s if source.url in self._last else 0
+            changed, error = await self._ask(source, wait_s=wait_s)
+            if error is not None:
+                failures += 1
+                await self._sleep(self._backoff(failures, error))
+                continue
+            failures = 0
+            early = self._clock() - asked < wait_s - EARLY_S
+            if wait_s and not changed:
+                self._set(source.url, replace(self._states[source.url], waits=not early))
+            if early and not changed:
+                await self._sleep(self._config.head_poll_s * self._rng.uniform(0.9, 1.1))
+
+    def _backoff(self, failures: int, error: ShardcastError) -> float:
+        config = self._config
+        if isinstance(error, SourceStatusError) and error.status == 404:
+            return config.head_poll_s * self._rng.uniform(0.5, 1.0)
+        cap = min(config.backoff_first_s * 2.0 ** min(failures, 16), config.backoff_cap_s)
+        pause = self._rng.uniform(0.0, cap)
+        asked_for = error.retry_after if isinstance(error, SourceStatusError) else None
+        # A refused head stays refused: no hurry to see it again.
+        least = 0.0 if isinstance(error, NetworkError) else config.head_poll_s
+        return max(pause, least, min(asked_for or 0.0, config.retry_after_cap_s))
+
+    async def _ask(self, source: HeadSource, *, wait_s: int) -> tuple[bool, ShardcastError | None]:
+        """Ask once; return whether the head changed, and what went wrong."""
+        url = source.url
+        after = self._after if wait_s else None
+        try:
+            answer = await source.head(self._run, after=after, wait_s=wait_s if after else 0)
+        except ShardcastError as error:
+            alive = isinstance(error, SourceStatusError) and error.status == 404
+            state = replace(self._states[url], live=alive, error=error)
+            self._set(url, state, tell=True)
+            return False, error
+        known = self._states[url]
+        state = replace(known, live=True, depth=answer.depth, node=answer.node, error=None)
+        self._set(url, state, tell=not known.live)
+        if self._last.get(url) == answer.envelope:
+            return False, None
+        self._last[url] = answer.envelope
+        sequence = await self._on_head(answer)
+        if sequence is None:
+            return False, MalformedError("its head was refused", source=url)
+        self._after = max(self._after or 0, sequence)
+        return True, None
+
+    def _set(self, url: str, state: UpstreamState, *, tell: bool = False) -> None:
+        self._states[url] = state
+        if tell and self._on_change is not None:
+            self._on_change(url, state)
