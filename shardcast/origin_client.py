@@ -1,0 +1,342 @@
+"""The publishing side of the HTTP surface: one remote origin, blocking, bounded retries."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import ipaddress
+import os
+import random
+import socket
+import ssl
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+from urllib.parse import SplitResult, urlsplit
+
+import msgspec
+
+from shardcast.errors import (
+    IntegrityError,
+    MalformedError,
+    NetworkError,
+    RefusedError,
+    UsageError,
+)
+from shardcast.protocol import wire
+from shardcast.protocol.digest import digest_of
+from shardcast.protocol.layout import Layout, decode_layout
+from shardcast.protocol.limits import MAX_DOCUMENT_BYTES, MAX_HEAD_BYTES
+from shardcast.protocol.manifest import decode_manifest
+from shardcast.store.files import disk_errors
+
+CONNECT_TIMEOUT_S: Final = 10.0
+IDLE_TIMEOUT_S: Final = 60.0
+"""An origin that takes no byte and answers nothing for so long is given up."""
+COMMIT_TIMEOUT_S: Final = 1800.0
+"""Before it answers the head, an origin assembles unchanged shards and syncs its disk."""
+ATTEMPTS: Final = 6
+MISSING_BATCH: Final = 4096
+_MAX_ANSWER_BYTES: Final = MAX_DOCUMENT_BYTES
+
+
+class Missing(msgspec.Struct):
+    """The answer to ``POST missing``."""
+
+    missing: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """What a request carries: bytes, or ``length`` bytes at ``offset`` of a file."""
+
+    length: int
+    data: bytes = b""
+    path: Path | None = None
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Status, headers and body of an answer."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def reason(self) -> str:
+        """What the origin says about it, one line."""
+        try:
+            text = msgspec.json.decode(self.body)["message"]
+        except (msgspec.MsgspecError, KeyError, TypeError):
+            text = self.body[:200].decode("utf-8", "replace")
+        return " ".join(str(text).split()) or "no reason given"
+
+
+class OriginClient:
+    """Talks to one origin over one connection at a time; use one object a thread.
+
+    Args:
+        url: Base URL of the origin.
+        run: The run to publish to.
+        token: The bearer token; never logged.
+
+    Raises:
+        UsageError: If the URL is not one, or the token would travel in clear text.
+    """
+
+    def __init__(self, url: str, run: str, token: str) -> None:
+        self.url = url.rstrip("/")
+        self.run = run
+        self._token = token
+        self._parts = _check_url(self.url)
+        self._connection: http.client.HTTPConnection | None = None
+
+    def head(self) -> bytes | None:
+        """Return the run's head envelope, or None where the origin knows no such run.
+
+        Raises:
+            NetworkError: If the origin does not answer properly.
+        """
+        answer = self._ask("GET", wire.head_path(self.run))
+        if answer.status == http.client.NOT_FOUND:
+            return None
+        self._require(answer, (http.client.OK,), "the head")
+        if len(answer.body) > MAX_HEAD_BYTES:
+            raise MalformedError(f"head is over {MAX_HEAD_BYTES} bytes", source=self.url)
+        return answer.body
+
+    def layout_of(self, manifest: str) -> Layout | None:
+        """Return the layout of a version at the origin; None if it is not to be had there.
+
+        Raises:
+            NetworkError: If the origin does not answer.
+        """
+        try:
+            listed = decode_manifest(self._document(manifest))
+            return decode_layout(self._document(listed.layout))
+        except (MalformedError, IntegrityError, RefusedError):
+            return None
+
+    def _document(self, digest: str) -> bytes:
+        answer = self._ask("GET", wire.blob_path(self.run, digest))
+        self._require(answer, (http.client.OK,), f"document {digest}")
+        if digest_of(answer.body) != digest:
+            raise IntegrityError(f"document does not have digest {digest}", source=self.url)
+        return answer.body
+
+    def missing(self, digests: Sequence[str]) -> list[str]:
+        """Return those of ``digests`` that the origin lacks.
+
+        Raises:
+            RefusedError: If the token is refused.
+            NetworkError: If the origin does not answer properly.
+        """
+        lacking: list[str] = []
+        for first in range(0, len(digests), MISSING_BATCH):
+            batch = list(digests[first : first + MISSING_BATCH])
+            data = msgspec.json.encode({"digests": batch})
+            answer = self._ask("POST", wire.missing_path(self.run), Body(len(data), data))
+            self._require(answer, (http.client.OK,), "the list of digests")
+            try:
+                listed = msgspec.json.decode(answer.body, type=Missing).missing
+            except msgspec.MsgspecError as error:
+                raise MalformedError(f"answer is malformed: {error}", source=self.url) from error
+            asked = set(batch)
+            lacking.extend(digest for digest in listed if digest in asked)
+        return lacking
+
+    def put_blob(self, digest: str, body: Body) -> None:
+        """Upload a document or shard; being there already is fine.
+
+        Raises:
+            IntegrityError: If the bytes that arrived have another digest.
+            RefusedError: If the origin does not take it.
+            NetworkError: If it cannot be brought there within the attempts.
+        """
+        answer = self._ask("PUT", wire.blob_path(self.run, digest), body)
+        if answer.status == http.client.UNPROCESSABLE_ENTITY:
+            raise IntegrityError(f"origin refused blob {digest}: {answer.reason}", source=self.url)
+        self._require(answer, (http.client.OK, http.client.CREATED), f"blob {digest}")
+
+    def put_head(self, envelope: bytes, previous: bytes | None) -> None:
+        """Replace the head, provided that it is still ``previous``.
+
+        Raises:
+            RefusedError: If it is not, or the origin does not take it.
+            NetworkError: If the origin does not answer; the head may have been taken then.
+        """
+        condition = (
+            {"If-None-Match": "*"}
+            if previous is None
+            else {"If-Match": wire.head_etag(digest_of(previous))}
+        )
+        answer = self._ask(
+            "PUT",
+            wire.head_path(self.run),
+            Body(len(envelope), envelope),
+            headers=condition,
+            timeout_s=COMMIT_TIMEOUT_S,
+        )
+        if answer.status == http.client.PRECONDITION_FAILED:
+            if self.head() == envelope:  # our first try got through, its answer did not
+                return
+            raise RefusedError(
+                f"another publisher changed run {self.run!r} meanwhile; run publish again",
+                source=self.url,
+            )
+        done = (http.client.OK, http.client.CREATED, http.client.NO_CONTENT)
+        self._require(answer, done, "the head")
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    # --- inner workings ---------------------------------------------------------------------
+
+    def _require(self, answer: Answer, wanted: tuple[int, ...], what: str) -> None:
+        if answer.status in wanted:
+            return
+        if answer.status in (http.client.UNAUTHORIZED, http.client.FORBIDDEN):
+            raise RefusedError(
+                f"origin refused {what} for run {self.run!r} with {answer.status}: {answer.reason}",
+                source=self.url,
+            )
+        raise RefusedError(
+            f"origin answered {answer.status} to {what} of run {self.run!r}: {answer.reason}",
+            source=self.url,
+        )
+
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        body: Body | None = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float = IDLE_TIMEOUT_S,
+    ) -> Answer:
+        """Send one request, again after lost connections and 5xx, with growing pauses."""
+        last: Exception | None = None
+        for attempt in range(ATTEMPTS):
+            pause = random.uniform(0.0, min(0.25 * 2**attempt, 5.0))  # noqa: S311 - jitter
+            try:
+                answer = self._once(method, path, body, headers or {}, timeout_s)
+            except ssl.SSLCertVerificationError as error:
+                raise NetworkError(
+                    f"TLS certificate of {self.url} is not valid: {error.verify_message}",
+                    source=self.url,
+                ) from error
+            except (OSError, http.client.HTTPException) as error:
+                last = error
+                self.close()
+            else:
+                if answer.status < http.client.INTERNAL_SERVER_ERROR:
+                    return answer
+                last = RefusedError(f"{answer.status}: {answer.reason}")
+                asked = answer.headers.get("retry-after")
+                pause = wire.parse_retry_after(asked, time.time()) or pause
+            if attempt + 1 < ATTEMPTS:
+                time.sleep(pause)
+        raise NetworkError(
+            f"{method} {path} failed {ATTEMPTS} times, last: {last}", source=self.url
+        ) from last
+
+    def _once(
+        self,
+        method: str,
+        path: str,
+        body: Body | None,
+        headers: Mapping[str, str],
+        timeout_s: float,
+    ) -> Answer:
+        connection = self._connect()
+        connection.putrequest(method, self._parts.path + path, skip_accept_encoding=True)
+        connection.putheader("Accept-Encoding", "identity")
+        if self._token and method != "GET":
+            connection.putheader("Authorization", f"Bearer {self._token}")
+        if body is not None:
+            connection.putheader("Content-Length", str(body.length))
+        for name, value in headers.items():
+            connection.putheader(name, value)
+        connection.endheaders()
+        sock = connection.sock
+        if body is not None:
+            _send(sock, body)
+        sock.settimeout(timeout_s)
+        response = connection.getresponse()
+        data = response.read(_MAX_ANSWER_BYTES)
+        answer = Answer(response.status, {k.lower(): v for k, v in response.getheaders()}, data)
+        if response.will_close or not response.isclosed():
+            self.close()
+        else:
+            sock.settimeout(IDLE_TIMEOUT_S)
+        return answer
+
+    def _connect(self) -> http.client.HTTPConnection:
+        if self._connection is None:
+            host, port = self._parts.hostname or "", self._parts.port
+            if self._parts.scheme == "https":
+                self._connection = http.client.HTTPSConnection(
+                    host, port, timeout=CONNECT_TIMEOUT_S, context=ssl.create_default_context()
+                )
+            else:
+                self._connection = http.client.HTTPConnection(host, port, timeout=CONNECT_TIMEOUT_S)
+            self._connection.connect()
+            self._connection.sock.settimeout(IDLE_TIMEOUT_S)
+            with contextlib.suppress(OSError):
+                self._connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return self._connection
+
+
+def _send(sock: socket.socket, body: Body) -> None:
+    if body.path is None:
+        sock.sendall(body.data)
+        return
+    with disk_errors(body.path, "reading"):
+        file = open(body.path, "rb", buffering=0)  # noqa: SIM115 - closed below
+    try:
+        if os.fstat(file.fileno()).st_size < body.offset + body.length:
+            raise ShrunkError(f"{body.path} shrank while it was uploaded", source=str(body.path))
+        sock.sendfile(file, body.offset, body.length)
+    finally:
+        file.close()
+
+
+class ShrunkError(IntegrityError):
+    """A file became shorter than the piece of it that is uploaded."""
+
+    code = "modified"
+
+
+def _check_url(url: str) -> SplitResult:
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError as error:
+        raise UsageError(f"not a URL: {url!r} ({error})", source=url) from error
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise UsageError(f"not an http or https URL: {url!r}", source=url)
+    if parts.username or parts.password or parts.query or parts.fragment:
+        raise UsageError("give the URL without user, query or fragment", source=parts.hostname)
+    if parts.scheme == "http" and not _is_loopback(parts.hostname):
+        raise UsageError(
+            f"the publish token would travel in clear text to {parts.hostname}: use https, "
+            "or a tunnel to loopback",
+            source=url,
+        )
+    return parts
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
