@@ -1,0 +1,124 @@
+"""How a plain function becomes a command: common options, environment names, errors.
+
+A command is ``def name(out: Output, ...)`` with typer's annotations. Registering it adds
+``--config``, ``--json``, ``--verbose`` and ``--quiet``, lets each option come from the environment,
+and turns errors into exit codes.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+from typer.models import OptionInfo
+
+from shardcast.cli.guard import guard
+from shardcast.cli.output import Output
+from shardcast.cli.settings import apply_config
+
+ENVIRONMENT_PREFIX: Final = "SHARDCAST"
+
+_NOT_SHARED: Final = frozenset({"VERSION", "STEP", "PATH", "MANIFEST"})
+"""``--on-update`` sets SHARDCAST_VERSION and the like: a hook's own commands must not obey them."""
+
+_PANEL: Final = "Output and configuration"
+
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        metavar="FILE",
+        callback=apply_config,
+        is_eager=True,
+        help="Take options from this TOML file.",
+        rich_help_panel=_PANEL,
+    ),
+]
+JsonOption = Annotated[
+    bool,
+    typer.Option(
+        "--json", help="Events on stdout, one JSON object a line.", rich_help_panel=_PANEL
+    ),
+]
+VerboseOption = Annotated[
+    bool,
+    typer.Option(
+        "--verbose", "--debug", "-v", help="Say more; traces of failures.", rich_help_panel=_PANEL
+    ),
+]
+QuietOption = Annotated[
+    bool, typer.Option("--quiet", "-q", help="No progress, no notices.", rich_help_panel=_PANEL)
+]
+
+_COMMON: Final[tuple[tuple[str, Any, object], ...]] = (
+    ("config", ConfigOption, None),
+    ("json", JsonOption, False),
+    ("verbose", VerboseOption, False),
+    ("quiet", QuietOption, False),
+)
+
+
+def register(
+    app: typer.Typer, name: str, function: Callable[..., None], *, panel: str | None = None
+) -> None:
+    """Add ``function`` to ``app`` as the command ``name``."""
+    hints = typing.get_type_hints(function, include_extras=True)
+    parameters = list(inspect.signature(function).parameters.values())[1:]  # without `out`
+
+    def run(**values: Any) -> None:
+        values.pop("config")
+        out = Output(
+            json=values.pop("json"), verbose=values.pop("verbose"), quiet=values.pop("quiet")
+        )
+        with guard(out):
+            function(out, **values)
+
+    signature = [
+        parameter.replace(
+            kind=inspect.Parameter.KEYWORD_ONLY,
+            annotation=_with_environment(hints[parameter.name], parameter.name, name),
+        )
+        for parameter in parameters
+    ]
+    signature += [
+        inspect.Parameter(
+            option,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=default,
+            annotation=_with_environment(annotation, option, name),
+        )
+        for option, annotation, default in _COMMON
+    ]
+    run.__signature__ = inspect.Signature(signature)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in signature}
+    run.__doc__ = function.__doc__
+    app.command(name, rich_help_panel=panel)(run)
+
+
+def _with_environment(annotation: Any, parameter: str, command: str) -> Any:
+    """Return the annotation with the environment variables that its option may come from."""
+    if typing.get_origin(annotation) is not Annotated:
+        return annotation
+    base, *rest = typing.get_args(annotation)
+    named = [
+        _named(info, parameter, command) if isinstance(info, OptionInfo) else info for info in rest
+    ]
+    return Annotated[(base, *named)]
+
+
+def _named(info: OptionInfo, parameter: str, command: str) -> OptionInfo:
+    declared = [info.default, *(info.param_decls or ())]
+    long = (text for text in declared if isinstance(text, str) and text.startswith("--"))
+    option = next(long, parameter).strip("-").replace("-", "_").upper()
+    names = [f"{ENVIRONMENT_PREFIX}_{command.upper()}_{option}"]
+    if option not in _NOT_SHARED:
+        names.append(f"{ENVIRONMENT_PREFIX}_{option}")
+    named = copy.copy(info)
+    named.envvar = names
+    named.show_envvar = False
+    return named

@@ -1,0 +1,164 @@
+"""``shardcast relay``."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from shardcast.cli.options import (
+    DISK,
+    SOURCES,
+    FirstUseOption,
+    PubkeyOption,
+    StoreOption,
+    load_pubkeys,
+)
+from shardcast.cli.output import Output
+from shardcast.cli.units import parse_size, parse_time
+from shardcast.cli.xdg import default_store
+
+SERVING: Final = "Serving"
+
+
+class PrefetchChoice(enum.StrEnum):
+    """What a relay with parents fetches before anyone asks."""
+
+    ALL = "all"
+    DELTAS = "deltas"
+    DEMAND = "demand"
+
+
+def relay(
+    out: Output,
+    store: StoreOption = None,
+    listen: Annotated[
+        str,
+        typer.Option(
+            "--listen",
+            metavar="HOST:PORT",
+            help="Where to listen; port 0 picks a free one, [::] is every address.",
+            rich_help_panel=SERVING,
+        ),
+    ] = "127.0.0.1:8470",
+    limit_rate: Annotated[
+        str | None,
+        typer.Option(
+            "--limit-rate",
+            metavar="BYTES",
+            help="Most bytes a second to send in all, such as 100MB.",
+            show_default=False,
+            rich_help_panel=SERVING,
+        ),
+    ] = None,
+    publish_token_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--publish-token-file",
+            metavar="FILE",
+            help="Accept publications that bring this token (first line). For origins.",
+            show_default=False,
+            rich_help_panel=SERVING,
+        ),
+    ] = None,
+    parent: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--parent",
+            metavar="URL",
+            help="A relay or origin to fetch from. May be repeated; none: an origin.",
+            show_default=False,
+            rich_help_panel=SOURCES,
+        ),
+    ] = None,
+    sibling: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--sibling",
+            metavar="URL",
+            help="A relay of the same level, to share the parents' load. May be repeated.",
+            show_default=False,
+            rich_help_panel=SOURCES,
+        ),
+    ] = None,
+    run: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--run",
+            metavar="RUN",
+            help="Relay only this run. May be repeated; none: all that the parents have.",
+            show_default=False,
+            rich_help_panel=SOURCES,
+        ),
+    ] = None,
+    prefetch: Annotated[
+        PrefetchChoice,
+        typer.Option(
+            "--prefetch",
+            help="What to fetch before anyone asks.",
+            rich_help_panel=SOURCES,
+        ),
+    ] = PrefetchChoice.ALL,
+    pubkey: PubkeyOption = None,
+    trust_on_first_use: FirstUseOption = False,
+    keep: Annotated[
+        int | None,
+        typer.Option(
+            "--keep",
+            metavar="K",
+            min=1,
+            help="Keep the newest K versions. Default: as many as the head lists.",
+            show_default=False,
+            rich_help_panel=DISK,
+        ),
+    ] = None,
+    keep_for: Annotated[
+        str | None,
+        typer.Option(
+            "--keep-for",
+            metavar="TIME",
+            help="Keep older versions this long, such as 2h or 7d.",
+            show_default=False,
+            rich_help_panel=DISK,
+        ),
+    ] = None,
+    quota: Annotated[
+        str | None,
+        typer.Option(
+            "--quota",
+            metavar="BYTES",
+            help="Most bytes of versions on disk, such as 200GB. The newest always stays.",
+            show_default=False,
+            rich_help_panel=DISK,
+        ),
+    ] = None,
+) -> None:
+    """Serve runs over HTTP: an origin without --parent, else a relay below its parents.
+
+    Prints one JSON line when it listens. SIGTERM lets running downloads finish.
+    """
+    from relay.app import serve
+
+    from relay.config import Prefetch, RelayConfig
+
+    config = RelayConfig(
+        store=store if store is not None else default_store(),
+        listen=listen,
+        parents=tuple(parent or ()),
+        siblings=tuple(sibling or ()),
+        runs=tuple(run or ()),
+        pubkeys=load_pubkeys(pubkey),
+        first_use=trust_on_first_use,
+        publish_token_file=publish_token_file,
+        keep=keep,
+        keep_for_s=None if keep_for is None else parse_time(keep_for, "--keep-for"),
+        quota_bytes=None if quota is None else parse_size(quota, "--quota"),
+        limit_rate_bytes_per_s=(
+            None if limit_rate is None else parse_size(limit_rate, "--limit-rate")
+        ),
+        prefetch=Prefetch(prefetch.value),
+    )
+    asyncio.run(serve(config, ready=lambda url: out.emit("listening", url=url)))
