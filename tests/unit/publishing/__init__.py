@@ -1,0 +1,1 @@
+"""Unit tests of publishing: keys, file selection, hashing, the publisher."""
