@@ -61,7 +61,7 @@ def encode(document: msgspec.Struct, *, limit: int = MAX_DOCUMENT_BYTES) -> byte
         document.check()
     try:
         data = _encoder.encode(document)
-    except (UnicodeError, OverflowError) as error:
+    except UnicodeError as error:
         raise MalformedError(f"{what} cannot be written: {_brief(error)}") from error
     if len(data) > limit:
         raise LimitError(f"{what} of {len(data)} bytes is over the limit of {limit}")

@@ -1,0 +1,1 @@
+"""The pure protocol, tested against facts from outside."""
