@@ -50,7 +50,7 @@ def renewed(previous: Head | None, issue: Issue) -> Head:
     """Return the same statement with a new sequence, expiry and keys.
 
     Raises:
-        MalformedError: If the previous sequence is more than a day ahead of the clock.
+        ClockError: If the previous sequence is more than a day ahead of the clock.
     """
     if previous is None:
         return first_head(issue)

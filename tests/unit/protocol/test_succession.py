@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from shardcast.errors import MalformedError, NotFoundError, WithdrawnError
+from shardcast.errors import ClockError, NotFoundError, WithdrawnError
 from shardcast.protocol import succession
 from shardcast.protocol.envelope import encode_key
 from shardcast.protocol.head import Head, OpenRef, VersionRef
@@ -57,7 +57,7 @@ def test_a_renewal_keeps_the_statement_and_grows_the_sequence() -> None:
 def test_a_clock_set_back_by_more_than_a_day_stops_the_publisher() -> None:
     head = published(1)
     succession.renewed(head, issue(NOW - DAY_MS))
-    with pytest.raises(MalformedError, match="more than a day ahead"):
+    with pytest.raises(ClockError, match="more than a day ahead"):
         succession.renewed(head, issue(NOW - DAY_MS - 1))
 
 
