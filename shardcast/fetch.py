@@ -85,6 +85,9 @@ class MemorySink:
         del self.data[offset:]
         self.data += data
 
+    def close(self) -> None:
+        """Nothing is held open."""
+
 
 class Transfer:
     """One blob on its way, possibly over several sources. Used by one thread at a time.
@@ -95,6 +98,7 @@ class Transfer:
         total: Its length, None while no source has told.
         offset: How many bytes were received (other threads may read it to see progress).
         sources: URLs that gave bytes since the last restart.
+        received: All bytes that came, also those that a restart threw away.
         xxh3: XXH3-128 of the bytes, once the digest matched; empty before.
     """
 
@@ -126,6 +130,7 @@ class Transfer:
         self.limit = limit
         self._length = length
         self._sink = sink
+        self.received = 0
         self.restart()
 
     def restart(self) -> None:
@@ -154,6 +159,7 @@ class Transfer:
         self._xxh3.update(data)
         self._sink.write(self.offset, data)
         self.offset += len(data)
+        self.received += len(data)
 
     def finish(self, url: str) -> None:
         """Check the digest of the whole.

@@ -16,7 +16,9 @@ Rules that the original lacks: a failure never raises an estimate; a source that
 measured counts as good as the best one, so it is tried early; after a failure a source rests,
 longer with each further one; a source that failed twice in a row is dead: it gets single probes,
 and no sooner than many other requests were served, so it costs under 1 % of them. Estimates heal
-with time. Pure: clock and random numbers come from outside.
+with time. A banned source is asked only where no other source is alive, one request at a time
+and with the rests of a dead one: what it sends is verified anyway, and a flipped bit at the only
+source must not end a pull. Pure: clock and random numbers come from outside.
 """
 
 from __future__ import annotations
@@ -66,6 +68,9 @@ class _Source:
     rest_until: float = 0.0
     probe_at_pick: int = 0
     banned_until: float = 0.0
+
+    def banned(self, now: float) -> bool:
+        return self.banned_until > now
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,30 +126,33 @@ class Selector(Generic[Key]):
         """Draw a source, or None if none may be asked now. The caller says ``started``."""
         with self._lock:
             now = self._clock()
-            keys = [k for k, s in self._sources.items() if k not in exclude and self._free(s, now)]
-            alive = [k for k in keys if self._sources[k].failures < DEAD_AFTER]
-            due = [
-                k for k in keys if k not in alive and self._picks >= self._sources[k].probe_at_pick
-            ]
-            if due and alive:
+            free = {
+                key: source
+                for key, source in self._sources.items()
+                if key not in exclude and self._free(source, now)
+            }
+            alive = [k for k, s in free.items() if s.failures < DEAD_AFTER and not s.banned(now)]
+            dead = [k for k, s in free.items() if s.failures >= DEAD_AFTER and not s.banned(now)]
+            due = [k for k in dead if self._picks >= free[k].probe_at_pick]
+            others_live = any(
+                s.failures < DEAD_AFTER and not s.banned(now)
+                for k, s in self._sources.items()
+                if k not in exclude
+            )
+            if others_live and due:
                 return self._rng.choice(due)
-            keys = alive or due or ([] if self._any_alive(now, exclude) else keys)
+            if others_live and not alive:
+                return None  # live ones are only busy or resting: wait for them
+            keys = alive or dead or [k for k, s in free.items() if s.banned(now)]
             if not keys:
                 return None
-            weights = [self._weight(self._sources[k], now) for k in keys]
+            weights = [self._weight(free[key], now) for key in keys]
             return self._rng.choices(keys, weights)[0]
 
-    def _any_alive(self, now: float, exclude: Collection[Key]) -> bool:
-        return any(
-            s.failures < DEAD_AFTER and s.banned_until <= now
-            for k, s in self._sources.items()
-            if k not in exclude
-        )
-
     def _free(self, source: _Source, now: float) -> bool:
-        if source.banned_until > now or source.rest_until > now:
+        if source.rest_until > now:
             return False
-        if source.failures >= DEAD_AFTER:
+        if source.failures >= DEAD_AFTER or source.banned(now):
             return source.in_flight == 0
         return self._limit is None or source.in_flight < self._limit
 
@@ -244,7 +252,7 @@ class Selector(Generic[Key]):
                 source.bandwidth = max(seen, 1.0)
 
     def banned(self, key: Key, seconds: float) -> None:
-        """Leave the source alone: it gave wrong bytes."""
+        """Leave the source alone while there is any other: it gave wrong bytes."""
         with self._lock:
             source = self._sources[key]
             source.banned_until = max(source.banned_until, self._clock() + seconds)
@@ -258,13 +266,13 @@ class Selector(Generic[Key]):
                 source.rest_until = min(source.rest_until, self._clock())
 
     def next_retry_s(self) -> float | None:
-        """Return in how many seconds a source that rests or is banned may be asked again.
+        """Return in how many seconds the first resting source may be asked again.
 
-        0 if one may be asked now, None if there is none at all.
+        0 if one rests no longer (it may be at its limit), None if there is no source at all.
         """
         with self._lock:
             now = self._clock()
-            times = [max(s.rest_until, s.banned_until) - now for s in self._sources.values()]
+            times = [source.rest_until - now for source in self._sources.values()]
             return max(min(times), 0.0) if times else None
 
     def rating(self, key: Key) -> Rating:
@@ -276,5 +284,5 @@ class Selector(Generic[Key]):
                 bandwidth=source.bandwidth,
                 in_flight=source.in_flight,
                 failures=source.failures,
-                banned=source.banned_until > now,
+                banned=source.banned(now),
             )

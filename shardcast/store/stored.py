@@ -82,6 +82,7 @@ class StoredVersion:
         self.damaged: str | None = None
         self._journal = journal
         self._lock = threading.Lock()
+        self._unsharing = threading.Lock()
         self._leases = 0
         with disk_errors(directory, "opening"):
             self._directory_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -132,15 +133,14 @@ class StoredVersion:
     def open_file(self, file: int, *, writable: bool = False) -> int:
         """Open the file with index ``file`` and return a new descriptor; the caller closes it.
 
-        Writing to a committed version (repair) first gives it a file of its own where the file
-        is hard-linked.
+        Before it is written to, a file that is hard-linked becomes one of its own.
 
         Raises:
             DiskError: If it cannot be opened.
         """
         path = self.version.layout.files[file].path
         with disk_errors(self.directory / path, "opening"):
-            if writable and self.committed:
+            if writable:
                 self._unshare(path)
             flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW
             return os.open(path, flags, dir_fd=self._directory_fd)
@@ -352,6 +352,12 @@ class StoredVersion:
 
     def _unshare(self, path: str) -> None:
         full = self.directory / path
+        if os.stat(full, follow_symlinks=False).st_nlink == 1:
+            return
+        with self._unsharing:  # two copies made at once would lose what is written to the first
+            self._replace_by_copy(full)
+
+    def _replace_by_copy(self, full: Path) -> None:
         stat = os.stat(full, follow_symlinks=False)
         if stat.st_nlink == 1:
             return

@@ -1,0 +1,251 @@
+"""Threads that perform a ``Schedule``: many blobs from many sources at once.
+
+Jobs can be added while it runs, so that fetching starts while local copies are still being made
+and a copy that turns out bad can be fetched.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from types import TracebackType
+from typing import Protocol, Self
+
+from shardcast.cancel import Cancel, TransferCancelledError
+from shardcast.config import NetConfig
+from shardcast.errors import ShardcastError
+from shardcast.fetch import BlobSink, BlobSource, Fetched, Transfer
+from shardcast.protocol.limits import MAX_DOCUMENT_BYTES
+from shardcast.schedule import Finished, Flight, Job, Notice, Schedule, Wait
+from shardcast.selector import Selector
+from shardcast.store.files import disk_errors, write_all
+from shardcast.store.stored import StoredVersion
+
+
+class PoolSink(BlobSink, Protocol):
+    """A sink that can rest between two attempts."""
+
+    def close(self) -> None:
+        """Give back what is held open, until more bytes come."""
+        ...
+
+
+class ExtentSink:
+    """Writes a blob into a shard's extent. Holds a descriptor only while bytes are coming."""
+
+    def __init__(self, stored: StoredVersion, shard: int) -> None:
+        self._stored = stored
+        self._extent = stored.version.layout.extent(shard)
+        self._fd = -1
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Write the next bytes.
+
+        Raises:
+            DiskError: If the system refuses.
+        """
+        if self._fd < 0:
+            self._fd = self._stored.open_file(self._extent.file, writable=True)
+        with disk_errors(self._stored.directory / self._extent.path, "writing"):
+            write_all(self._fd, data, self._extent.offset + offset)
+
+    def close(self) -> None:
+        """Give the descriptor back until more bytes come."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with suppress(OSError):
+                os.close(fd)
+
+
+class FetchPool:
+    """Fetches blobs until ``finish``. Use as a context manager: leaving it ends every thread.
+
+    Attributes:
+        received_bytes: What came over the network so far, also what had to be thrown away.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        sources: Mapping[str, BlobSource],
+        selector: Selector[str],
+        config: NetConfig,
+        cancel: Cancel,
+        *,
+        notify: Callable[[Notice], None] = lambda notice: None,
+        rng: random.Random | None = None,
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            run: The run that the blobs belong to.
+            sources: By URL.
+            selector: What is known of them; its keys are the URLs.
+            config: Bounds.
+            cancel: Ends everything.
+            notify: Called (from a fetching thread) when a source fails.
+            rng: For pauses.
+        """
+        self._run = run
+        self._sources = sources
+        self._config = config
+        self._cancel = cancel
+        self._changed = threading.Condition()
+        self._schedule = Schedule(
+            sources,
+            selector,
+            config,
+            clock=time.monotonic,
+            rng=rng or random.Random(),  # noqa: S311 - spreads load, keeps no secret
+            notify=notify,
+        )
+        self._jobs: dict[Job, tuple[PoolSink, Callable[[Transfer], None]]] = {}
+        self._threads: list[threading.Thread] = []
+        self._hook = cancel.hook(self._cancelled)
+        self._error: BaseException | None = None
+        self.received_bytes = 0
+
+    # --- work -------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        digest: str,
+        length: int | None,
+        sink: PoolSink,
+        *,
+        name: str,
+        done: Callable[[Transfer], None],
+        limit: int = MAX_DOCUMENT_BYTES,
+    ) -> None:
+        """Fetch a blob.
+
+        Args:
+            digest: Its digest.
+            length: Its length, None where only ``limit`` is known.
+            sink: Where the bytes go.
+            name: What it is, for messages.
+            done: Called from a fetching thread once the digest matched.
+            limit: Most bytes that it may have.
+        """
+        job = Job(Transfer(self._run, digest, length, sink, limit=limit), name)
+        with self._changed:
+            self._jobs[job] = (sink, done)
+            self._schedule.add(job)
+            self._changed.notify_all()
+        self._start_threads()
+
+    def finish(self) -> None:
+        """Wait until every blob is there.
+
+        Raises:
+            NetworkError: If no source delivered for too long; names each and its last failure.
+            IntegrityError: If all they sent was wrong.
+            DiskError: If the bytes could not be written.
+            TransferCancelledError: If it was cancelled.
+        """
+        with self._changed:
+            self._schedule.close()
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+        if self._error is not None:
+            raise self._error
+        step = self._schedule.next()
+        if isinstance(step, Finished) and step.error is not None:
+            raise step.error
+
+    @property
+    def unverified_bytes(self) -> int:
+        """Bytes that are here but not yet part of a whole, verified blob."""
+        with self._changed:
+            return self._schedule.in_flight
+
+    def __enter__(self) -> Self:
+        self._hook.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with self._changed:
+            self._schedule.close()
+            if kind is not None:
+                self._schedule.abort(TransferCancelledError("cancelled"))
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+        self._hook.__exit__(kind, value, trace)
+
+    # --- threads ----------------------------------------------------------------------------
+
+    def _start_threads(self) -> None:
+        config, sources = self._config, len(self._sources)
+        most = min(config.max_connections, config.connections_per_source * sources)
+        with self._changed:
+            # One more than there are jobs: it is the one that notices a transfer that lags.
+            wanted = min(most, self._schedule.unfinished + (sources > 1))
+            first = len(self._threads)
+            new = [
+                threading.Thread(target=self._work, name=f"fetch-{self._run}-{n}", daemon=True)
+                for n in range(first, wanted)
+            ]
+            self._threads += new
+        for thread in new:
+            thread.start()
+
+    def _work(self) -> None:
+        try:
+            while (flight := self._next()) is not None:
+                self._perform(flight)
+        except BaseException as error:
+            with self._changed:
+                self._error = self._error or error
+                self._schedule.abort(TransferCancelledError("another thread failed"))
+                self._changed.notify_all()
+
+    def _next(self) -> Flight | None:
+        with self._changed:
+            while True:
+                step = self._schedule.next()
+                if isinstance(step, Flight):
+                    return step
+                if isinstance(step, Finished):
+                    self._changed.notify_all()
+                    return None
+                assert isinstance(step, Wait)
+                self._changed.wait(step.seconds)
+
+    def _perform(self, flight: Flight) -> None:
+        transfer = flight.job.transfer
+        sink, done = self._jobs[flight.job]
+        before = transfer.received
+        outcome: Fetched | ShardcastError = TransferCancelledError("a thread failed")
+        try:
+            with self._cancel.hook(flight.cancel.cancel):
+                fetched = self._sources[flight.source].fetch(transfer, flight.cancel)
+            done(transfer)
+            outcome = fetched
+        except ShardcastError as error:
+            outcome = error
+        finally:
+            sink.close()
+            with self._changed:
+                self.received_bytes += transfer.received - before
+                if isinstance(outcome, Fetched):
+                    del self._jobs[flight.job]
+                    self._schedule.succeeded(flight, outcome)
+                else:
+                    self._schedule.failed(flight, outcome)
+                self._changed.notify_all()
+
+    def _cancelled(self) -> None:
+        with self._changed:
+            self._schedule.abort(TransferCancelledError("cancelled"))
+            self._changed.notify_all()
