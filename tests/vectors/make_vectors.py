@@ -161,7 +161,13 @@ def documents() -> dict[str, bytes]:
         "bytes": size,
         "deltas": [delta],
     }
-    before = {"version": 56, "step": None, "manifest": base, "bytes": 9, "deltas": []}
+    before: dict[str, Any] = {
+        "version": 56,
+        "step": None,
+        "manifest": base,
+        "bytes": 9,
+        "deltas": [],
+    }
     first = compact(head(version=57, versions=[complete, before]))
     made["head.json"] = first
     made["head.envelope.json"] = seal(first, KEY_1)

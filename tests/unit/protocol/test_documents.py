@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from shardcast.errors import LimitError, MalformedError, ShardcastError
 from shardcast.protocol.delta import decode_delta_part
-from shardcast.protocol.documents import check_run, encode
+from shardcast.protocol.documents import check_run, decode, encode
 from shardcast.protocol.envelope import open_unverified
 from shardcast.protocol.head import decode_head, encode_head
 from shardcast.protocol.layout import decode_layout, decode_part, encode_layout
@@ -155,6 +156,16 @@ def test_what_readers_refuse_is_not_written() -> None:
         encode_head(head(sequence=2**70))
     with pytest.raises(LimitError, match="over the limit of 10"):
         encode(ref(1), limit=10)
+
+
+def test_a_plain_struct_is_a_document_too() -> None:
+    class Plain(msgspec.Struct):
+        a: int
+
+    assert encode(Plain(a=1)) == b'{"a":1}'
+    assert decode(b'{"a":2}', Plain, limit=10, what="plain").a == 2
+    with pytest.raises(MalformedError, match="plain is malformed"):
+        decode(b'{"a":""}', Plain, limit=10, what="plain")
 
 
 @pytest.mark.parametrize("name", ["a", "0", "a.b_c-d", "x" * 64, "default"])
