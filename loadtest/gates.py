@@ -1,0 +1,149 @@
+"""Runs every scenario and judges it: `python -m loadtest.gates [--quick] [NAME ...]`.
+
+A check fails when it misses its limit, or, if it is a ratio, when it is worse than the baseline
+in git by more than the tolerance. The outcome of each scenario goes to `loadtest/results/`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from loadtest.processes import ProcessError, Processes, terminate_as_exit
+
+SCENARIOS = (
+    "cut_through",
+    "announce",
+    "publish",
+    "relay_cpu",
+    "worker_cpu",
+    "memory",
+    "distribute",
+)
+
+_HERE = Path(__file__).resolve().parent
+BASELINES = _HERE / "baselines.json"
+RESULTS = _HERE / "results"
+
+# Bounds for a single scenario; all quick ones together take less than 8 minutes.
+_TIMEOUT_S = {True: 240.0, False: 1200.0}
+
+Row = tuple[str, str, str, str, str, str]
+_HEADER: Row = ("scenario", "check", "value", "limit", "baseline", "verdict")
+
+
+def run_scenario(name: str, *, quick: bool, work: Path | None) -> dict[str, Any]:
+    """Run one scenario in its own process and return its report.
+
+    A scenario that crashes or cannot run is a report too, one that did not pass.
+    """
+    argv = [sys.executable, "-m", f"loadtest.{name}", *(["--quick"] if quick else [])]
+    if work is not None:
+        argv += ["--work", str(work)]
+    with tempfile.TemporaryDirectory(prefix="gates-") as logs, Processes(Path(logs)) as processes:
+        process = processes.start(argv, name=name)
+        try:
+            process.wait(timeout=_TIMEOUT_S[quick])
+        except ProcessError as error:
+            return {"scenario": name, "passed": False, "unavailable": str(error)}
+        for line in process.events():
+            if line.get("scenario") == name:
+                return line
+        return {"scenario": name, "passed": False, "unavailable": process.describe("no report")}
+
+
+def judge(report: dict[str, Any], baselines: dict[str, Any], mode: str) -> list[Row]:
+    """Return a table row for each check; the last column is ok, MISSED, WORSE or FAILED."""
+    name = str(report["scenario"])
+    if "unavailable" in report:
+        return [(name, "(did not run)", "", "", "", "FAILED")]
+    known = baselines.get(mode, {}).get(name, {})
+    tolerance = float(baselines.get("tolerance", {}).get("ratio", 0.0))
+    rows = []
+    for check in report["checks"]:
+        base = known.get(check["name"])
+        verdict = "ok"
+        if not check["passed"]:
+            verdict = "MISSED"
+        elif base is not None and check["unit"] == "ratio" and worse(check, base, tolerance):
+            verdict = "WORSE"
+        sign = ">=" if check["at_least"] else "<="
+        rows.append(
+            (name, check["name"], f"{check['value']:.3g} {check['unit']}",
+             f"{sign} {check['limit']:g}", "-" if base is None else f"{base:.3g}", verdict)
+        )  # fmt: skip
+    return rows
+
+
+def worse(check: dict[str, Any], baseline: float, tolerance: float) -> bool:
+    """Say whether a check is worse than its baseline by more than the tolerance."""
+    value = float(check["value"])
+    if check["at_least"]:
+        return value < baseline / (1 + tolerance)
+    return value > baseline * (1 + tolerance)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return the rows as aligned text."""
+    widths = [max(len(row[column]) for row in (_HEADER, *rows)) for column in range(len(_HEADER))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (_HEADER, *rows)
+    ]
+    return "\n".join(lines)
+
+
+def remember(
+    baselines: dict[str, Any], reports: Sequence[dict[str, Any]], mode: str
+) -> dict[str, Any]:
+    """Return the baselines with this run's values in place of the old ones."""
+    values = dict(baselines.get(mode, {}))
+    environment = baselines.get("environment", {})
+    for report in reports:
+        if "unavailable" not in report:
+            checks = {check["name"]: round(check["value"], 4) for check in report["checks"]}
+            values[report["scenario"]] = checks
+            environment = report["environment"]
+    return {**baselines, "environment": environment, mode: values}
+
+
+def main() -> None:
+    """Run the scenarios; exit 1 when a gate is missed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(SCENARIOS))
+    parser.add_argument("--quick", action="store_true", help="smaller sizes, under 8 minutes")
+    parser.add_argument("--work", type=Path, help="where scenarios write; default: /dev/shm")
+    parser.add_argument("--update-baselines", action="store_true")
+    options = parser.parse_args()
+    if unknown := set(options.names) - set(SCENARIOS):
+        parser.error(f"unknown scenario: {', '.join(sorted(unknown))}")
+    mode = "quick" if options.quick else "full"
+    baselines: dict[str, Any] = json.loads(BASELINES.read_text(encoding="utf-8"))
+    RESULTS.mkdir(exist_ok=True)
+    reports, rows = [], []
+    with terminate_as_exit():
+        for name in options.names or SCENARIOS:
+            report = run_scenario(name, quick=options.quick, work=options.work)
+            text = json.dumps(report, indent=2) + "\n"
+            (RESULTS / f"{name}.{mode}.json").write_text(text, encoding="utf-8")
+            if "unavailable" in report:
+                print(f"{name}: {report['unavailable']}", file=sys.stderr)
+            reports.append(report)
+            rows += judge(report, baselines, mode)
+            print(f"{name}: {report.get('seconds', '?')} s", file=sys.stderr, flush=True)
+    print(table(rows))
+    if options.update_baselines:
+        text = json.dumps(remember(baselines, reports, mode), indent=2) + "\n"
+        BASELINES.write_text(text, encoding="utf-8")
+    missed = sum(row[-1] != "ok" for row in rows)
+    print(f"{len(rows) - missed} passed, {missed} failed")
+    raise SystemExit(1 if missed else 0)
+
+
+if __name__ == "__main__":
+    main()

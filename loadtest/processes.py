@@ -1,0 +1,346 @@
+"""Real processes with JSON lines on stdout: started, awaited on events, ended by process id.
+
+Nothing here knows Shardcast. Every wait is bounded and wakes on an event (a line, an exit),
+never on a timer; a failure message carries the end of the process's stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from loadtest import measure
+
+Event = dict[str, Any]
+
+_STDERR_TAIL_BYTES = 4000
+_STOP_GRACE_S = 10.0
+
+
+class ProcessError(Exception):
+    """A process ended, or kept silent, where something else was expected of it."""
+
+
+class Process:
+    """One child process: its JSON events, its exit, its bill.
+
+    Attributes:
+        name: What failure messages call it.
+        pid: Its process id.
+        started: `time.monotonic()` just before it was spawned.
+        started_unix_ms: The same moment on the clock that events carry.
+        lines: Stdout lines that were not JSON objects.
+    """
+
+    def __init__(
+        self,
+        argv: Sequence[str | Path],
+        *,
+        name: str,
+        log: Path,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        stdin: bool = False,
+    ) -> None:
+        """Spawn `argv` with its stderr appended to the file `log`."""
+        self.name = name
+        self.log = log
+        self.argv = [str(part) for part in argv]
+        self.lines: list[str] = []
+        self._events: list[Event] = []
+        self._news = threading.Condition()
+        self._closed = False
+        self._usage: measure.Usage | None = None
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as stderr:
+            self.started_unix_ms = time.time() * 1000
+            self.started = time.monotonic()
+            self._child = subprocess.Popen(
+                self.argv,
+                stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                env=None if env is None else dict(env),
+                cwd=cwd,
+            )
+        self.pid = self._child.pid
+        self._pidfd = os.pidfd_open(self.pid)
+        self._reader = threading.Thread(target=self._read, name=f"read {name}", daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._child.stdout is not None
+        for raw in self._child.stdout:
+            text = raw.decode("utf-8", "replace").rstrip("\n")
+            event = _event_of(text)
+            with self._news:
+                if event is None:
+                    self.lines.append(text)
+                else:
+                    self._events.append(event)
+                self._news.notify_all()
+        with self._news:
+            self._closed = True
+            self._news.notify_all()
+
+    def events(self, kind: str | None = None) -> list[Event]:
+        """Return the events so far, oldest first, all or those of one `kind`."""
+        with self._news:
+            return [event for event in self._events if kind in (None, event.get("event"))]
+
+    def wait_event(
+        self,
+        kind: str,
+        *,
+        timeout: float,
+        where: Callable[[Event], bool] = lambda _event: True,
+    ) -> Event:
+        """Return the first event of `kind` that satisfies `where`, now or when it comes.
+
+        Raises:
+            ProcessError: Stdout closed or `timeout` seconds passed without it.
+        """
+        deadline = time.monotonic() + timeout
+        seen = 0
+        with self._news:
+            while True:
+                for event in self._events[seen:]:
+                    if event.get("event") == kind and where(event):
+                        return event
+                seen = len(self._events)
+                left = deadline - time.monotonic()
+                if self._closed or left <= 0:
+                    break
+                self._news.wait(left)
+        why = "closed its output" if self._closed else f"said nothing for {timeout:g} s"
+        raise ProcessError(self.describe(f"{why} instead of an event {kind!r}"))
+
+    def alive(self) -> bool:
+        """Say whether the process is still running."""
+        return not self.watch_exit(0)
+
+    def watch_exit(self, timeout: float) -> bool:
+        """Return as soon as the process ends, or after `timeout` seconds; say whether it did."""
+        return self._pidfd < 0 or bool(select.select([self._pidfd], [], [], timeout)[0])
+
+    def wait(self, *, timeout: float) -> int:
+        """Return the exit status once the process has ended, with its bill taken.
+
+        Raises:
+            ProcessError: It was still running after `timeout` seconds.
+        """
+        if self._child.returncode is None:
+            if not self.watch_exit(timeout):
+                raise ProcessError(self.describe(f"still running after {timeout:g} s"))
+            self._settle()
+        return self._child.returncode
+
+    def _settle(self) -> None:
+        # A zombie still has its accounts: read them, then let the kernel forget it.
+        wall = time.monotonic() - self.started
+        written = measure.written_bytes(self.pid)
+        _pid, status, spent = os.wait4(self.pid, 0)
+        self._child.returncode = os.waitstatus_to_exitcode(status)
+        self._usage = measure.Usage(wall, spent.ru_utime + spent.ru_stime, written)
+        self._reader.join(timeout=_STOP_GRACE_S)
+        if self._child.stdout is not None and not self._reader.is_alive():
+            self._child.stdout.close()
+        os.close(self._pidfd)
+        self._pidfd = -1
+        if self._child.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._child.stdin.close()
+
+    def check(self, *, timeout: float) -> Self:
+        """Wait for exit status 0.
+
+        Raises:
+            ProcessError: It ended with another status, or not at all.
+        """
+        if self.wait(timeout=timeout) != 0:
+            raise ProcessError(self.describe("failed"))
+        return self
+
+    @property
+    def usage(self) -> measure.Usage:
+        """The bill of the ended process."""
+        if self._usage is None:
+            raise ProcessError(self.describe("has not ended, so it has no bill yet"))
+        return self._usage
+
+    def say(self, line: str) -> None:
+        """Write one line to the process's stdin (it must have been started with one)."""
+        if self._child.stdin is None:
+            raise ProcessError(self.describe("was started without stdin"))
+        self._child.stdin.write(line.encode() + b"\n")
+        self._child.stdin.flush()
+
+    def kill(self) -> None:
+        """End the process and its descendants at once (SIGKILL), as a crash would."""
+        self._signal_tree(signal.SIGKILL)
+        self.wait(timeout=_STOP_GRACE_S)
+
+    def stop(self, *, grace: float = _STOP_GRACE_S) -> bool:
+        """Ask the process to end (SIGTERM) and see to it.
+
+        Returns:
+            True if it went by itself within `grace` seconds, False if it had to be killed.
+        """
+        if self._child.returncode is not None:
+            return True
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGTERM)
+        try:
+            self.wait(timeout=grace)
+        except ProcessError:
+            self.kill()
+            return False
+        return True
+
+    def _signal_tree(self, number: signal.Signals) -> None:
+        if self._child.returncode is None:
+            for pid in reversed(measure.tree(self.pid)):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+
+    def stderr_tail(self) -> str:
+        """Return the end of what the process wrote to stderr."""
+        data = self.log.read_bytes()[-_STDERR_TAIL_BYTES:]
+        return data.decode("utf-8", "replace").strip()
+
+    def describe(self, what: str) -> str:
+        """Return a failure message: who, what, exit status, last events, stderr tail."""
+        status = self._child.returncode
+        state = "running" if status is None else f"exit status {status}"
+        said = json.dumps(self.events()[-3:])
+        return (
+            f"{self.name} (pid {self.pid}, {state}) {what}\n"
+            f"  command: {' '.join(self.argv)}\n  last events: {said}\n"
+            f"  last lines: {self.lines[-3:]}\n  stderr: {self.stderr_tail() or '(empty)'}"
+        )
+
+
+def _event_of(text: str) -> Event | None:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+class Processes:
+    """Starts processes and ends exactly those, newest first, whatever happens.
+
+    Attributes:
+        stubborn: Names of processes that ignored SIGTERM and had to be killed.
+    """
+
+    def __init__(self, logs: Path, *, env: Mapping[str, str] | None = None) -> None:
+        """Keep stderr files in `logs`; `env` is the environment of every process."""
+        self.logs = logs
+        self.stubborn: list[str] = []
+        self._env = env
+        self._started: list[Process] = []
+
+    def __enter__(self) -> Self:
+        """Return the group itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End every process that is still running."""
+        self.stop_all()
+
+    def start(
+        self,
+        argv: Sequence[str | Path],
+        *,
+        name: str,
+        cwd: Path | None = None,
+        stdin: bool = False,
+    ) -> Process:
+        """Start a process that lives until it ends or the group is closed."""
+        log = self.logs / f"{len(self._started):03d}-{name}.stderr"
+        process = Process(argv, name=name, log=log, env=self._env, cwd=cwd, stdin=stdin)
+        self._started.append(process)
+        return process
+
+    def run(
+        self,
+        argv: Sequence[str | Path],
+        *,
+        name: str,
+        timeout: float,
+        cwd: Path | None = None,
+    ) -> Process:
+        """Run a command to its successful end.
+
+        Raises:
+            ProcessError: It failed or did not end in time.
+        """
+        return self.start(argv, name=name, cwd=cwd).check(timeout=timeout)
+
+    def stop_all(self) -> None:
+        """End every process that is still running, newest first."""
+        for process in reversed(self._started):
+            if not process.stop():
+                self.stubborn.append(process.name)
+
+
+def free_port() -> int:
+    """Return a loopback TCP port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextlib.contextmanager
+def terminate_as_exit() -> Iterator[None]:
+    """Turn SIGTERM into SystemExit, so that context managers end what they started."""
+
+    def leave(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    previous = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def wait_for_port(process: Process, port: int, *, timeout: float) -> None:
+    """Wait until something accepts connections on a loopback port.
+
+    For programs that announce nothing on stdout (nginx, `python -m http.server`): connecting
+    is the only event they offer, so this retries, watching the process's exit in between.
+
+    Raises:
+        ProcessError: `process` ended, or nothing listened for `timeout` seconds.
+    """
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if not process.alive():
+            raise ProcessError(process.describe(f"ended before it listened on port {port}"))
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        except OSError:
+            process.watch_exit(0.02)
+            continue
+        return
+    raise ProcessError(process.describe(f"did not listen on port {port} within {timeout:g} s"))

@@ -1,0 +1,92 @@
+"""What publishing a directory costs beyond hashing it, in seconds and in bytes written.
+
+With `--link`: against a process that only hashes the same files with BLAKE3 on as many threads.
+Without: against the slower of that and `cp -r` (without reflink). All are timed as whole
+processes, from spawn to exit, on a warm page cache; nothing is subtracted.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+from loadtest.checkpoints import write_checkpoint
+from loadtest.hashing import WAYS
+from loadtest.processes import Process, Processes
+from loadtest.scenario import GB, MB, Check, Report, Settings, Size, main
+from loadtest.topology import Tree
+
+LINK_RATIO = 1.3
+COPY_RATIO = 1.3
+# Documents and state of a 1 GB version are about 20 KB; a single shard would be 8 MB.
+LINK_WRITTEN_MB = 1.0
+
+_TIMEOUT_S = 120.0
+
+
+def hash_files(processes: Processes, directory: Path, way: str, threads: int) -> Process:
+    """Run the hashing floor to its end."""
+    argv = [sys.executable, "-m", "loadtest.hashing", str(directory)]
+    argv += ["--way", way, "--threads", str(threads)]
+    return processes.run(argv, name=f"hash-{way}", timeout=_TIMEOUT_S)
+
+
+def copy_files(processes: Processes, source: Path, target: Path) -> Process:
+    """Run `cp -r` to its end; the copy is removed again."""
+    argv = ["cp", "-r", "--reflink=never", str(source), str(target)]
+    process = processes.run(argv, name="cp", timeout=_TIMEOUT_S)
+    shutil.rmtree(target)
+    return process
+
+
+def publish(root: Path, checkpoint: Path, *, link: bool) -> Process:
+    """Publish as the first version of a fresh store; the store is removed again."""
+    with Tree(root) as tree:
+        process = tree.publish(checkpoint, link=link).process
+    shutil.rmtree(root)
+    return process
+
+
+def measure(settings: Settings) -> Report:
+    """Compare publishing with hashing and copying the same files."""
+    threads = os.cpu_count() or 1
+    checkpoint = settings.fresh("checkpoint")
+    total = write_checkpoint(checkpoint, settings.bytes)
+    wall: dict[str, list[float]] = defaultdict(list)
+    written: list[float] = []
+    with Processes(settings.work / "logs") as processes:
+        for _ in range(settings.repeats):
+            for way in WAYS:
+                usage = hash_files(processes, checkpoint, way, threads).usage
+                wall[f"hash_{way}_s"].append(usage.wall_s)
+            usage = publish(settings.work / "linked", checkpoint, link=True).usage
+            wall["publish_link_s"].append(usage.wall_s)
+            written.append(usage.written_bytes / MB)
+            usage = copy_files(processes, checkpoint, settings.work / "copied").usage
+            wall["cp_s"].append(usage.wall_s)
+            usage = publish(settings.work / "stored", checkpoint, link=False).usage
+            wall["publish_copy_s"].append(usage.wall_s)
+    hashing = min(min(wall[f"hash_{way}_s"]) for way in WAYS)
+    slower = max(hashing, min(wall["cp_s"]))
+    linked = min(wall["publish_link_s"])
+    stored = min(wall["publish_copy_s"])
+    return Report(
+        checks=[
+            Check("publish_link_vs_blake3", linked / hashing, LINK_RATIO, "ratio"),
+            Check("publish_link_written", max(written), LINK_WRITTEN_MB, "MB"),
+            Check("publish_copy_vs_slower_floor", stored / slower, COPY_RATIO, "ratio"),
+        ],
+        samples={**wall, "publish_link_written_mb": written},
+        conditions={
+            "checkpoint_bytes": total,
+            "threads": threads,
+            "statistic": "minima of interleaved whole-process times; best of the hashing ways",
+        },
+    )
+
+
+if __name__ == "__main__":
+    main(measure, name="publish", full=Size(GB, 7), quick=Size(GB, 5))

@@ -1,0 +1,1 @@
+"""Tests against programs that nobody here wrote: curl, b3sum, nginx, http.server, safetensors."""
