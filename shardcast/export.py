@@ -113,6 +113,8 @@ def export_run(
         blobs.mkdir(parents=True, exist_ok=True)
     lock = FileLock(out / f".{run.run}.lock", what=f"export of run {run.run!r}")
     with lock, contextlib.ExitStack() as leases:
+        for leftover in blobs.glob(".*.tmp"):  # of an export that was killed
+            leftover.unlink(missing_ok=True)
         plan = plan_export(run, blobs, leases)
         begin(plan)
         require_space(blobs, plan.copy_bytes, what=f"export of run {run.run!r}")
@@ -139,6 +141,8 @@ def plan_export(run: RunStore, blobs: Path, leases: contextlib.ExitStack) -> Exp
     for ref in head.versions:
         version = run.load_version(ref)
         stored = run.stored(ref.version)
+        if stored is not None and stored.damaged is not None:
+            raise IntegrityError(stored.damaged, source=str(stored.directory))
         if version is None or stored is None or not stored.complete:
             raise NotFoundError(
                 f"the store holds version {ref.version} of run {run.run!r} only in part",

@@ -73,7 +73,10 @@ def register(
     def run(**values: Any) -> None:
         values.pop("config")
         out = Output(
-            json=values.pop("json"), verbose=values.pop("verbose"), quiet=values.pop("quiet")
+            command=name,
+            json=values.pop("json"),
+            verbose=values.pop("verbose"),
+            quiet=values.pop("quiet"),
         )
         with guard(out):
             function(out, **values)

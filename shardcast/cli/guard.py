@@ -18,22 +18,26 @@ EXIT_BROKEN_PIPE: Final = 141  # 128 + SIGPIPE
 
 HINTS: Final = {
     "busy": "another process works on the same directory; wait for it, or stop it",
+    "clock": "check the time on this machine and on the publisher's (NTP)",
+    "modified": "publish a copy that nobody writes to, or wait until it is written",
+    "network": "is it running and reachable from here? `shardcast status URL` tells",
+    "disk_full": "free some space, choose another directory, or keep fewer versions (--keep)",
+    "state": "move the damaged directory away and start with an empty one",
+}
+"""What to do next, by the error's code."""
+
+PULL_HINTS: Final = {
     "unknown_key": (
         "compare the key ids with the publisher's; after a rotation get the new public key from "
         "the publisher, never from a relay"
     ),
     "expired": "publish again, or take the old version on purpose with --accept-expired",
-    "clock": "check the time on this machine and on the publisher's (NTP)",
     "rollback": "the source serves an old head; try another one, or wait until it has caught up",
     "withdrawn": "leave --version out to get the newest version that may be run",
     "integrity": "the damaged bytes were not kept; fetch again, from another source if it persists",
-    "modified": "publish a copy that nobody writes to, or wait until it is written",
-    "network": "is the relay running and reachable? `shardcast status URL` tells",
-    "stall": "another --from gives it a second source",
-    "disk_full": "free some space, choose another directory, or keep fewer versions (--keep)",
-    "state": "move the damaged directory away and start with an empty one",
+    "stall": "a second --from gives it another source",
 }
-"""What to do next, by the error's code."""
+"""The same for those who pull."""
 
 
 @contextlib.contextmanager
@@ -66,6 +70,8 @@ def report(out: Output, error: ShardcastError) -> int:
     """Report an error that was raised on purpose; return its exit code."""
     out.error(error)
     hint = HINTS.get(error.code)
+    if out.command in ("pull", "follow"):
+        hint = PULL_HINTS.get(error.code, hint)
     if hint is not None:
         out.notice(f"hint: {hint}")
     if out.verbose:

@@ -30,12 +30,14 @@ class Output:
     """Where a command's words go.
 
     Attributes:
+        command: The command's name.
         json: Events on stdout instead of lines for people.
         verbose: Say more; show the trace of an unexpected failure.
         quiet: Neither progress nor notices.
         clock: Unix milliseconds.
     """
 
+    command: str = ""
     json: bool = False
     verbose: bool = False
     quiet: bool = False

@@ -30,11 +30,14 @@ from shardcast.demo.checkpoint import (
     uniform16,
 )
 from shardcast.demo.safetensors import BF16, BF16_BYTES, Span, read_spans
+from shardcast.sources import select_files
 
 LEARNING_RATE: Final = 1e-6
 BETA1: Final = 0.9
 MOVE_SPREAD: Final = math.sqrt((1 - BETA1) / (1 + BETA1))
 """Standard deviation of Adam's m / sqrt(v) for gradients that are mostly noise: 0.23."""
+
+SUFFIX: Final = ".safetensors"
 
 _REMAINDER, _MOVE = 1, 2  # streams of the generator
 
@@ -49,28 +52,32 @@ class Stepped:
 
 def can_step(source: Path) -> bool:
     """Say whether a checkpoint has bf16 safetensors files."""
+    files = select_files(source).files
     return any(
-        span.dtype == BF16 for path in source.glob("*.safetensors") for span in read_spans(path)
+        span.dtype == BF16
+        for file in files
+        if file.path.endswith(SUFFIX)
+        for span in read_spans(file.location)
     )
 
 
 def write_step(source: Path, directory: Path, update: int, *, seed: int = 0) -> Stepped:
-    """Write what ``source`` has become after ``update`` steps; other files are copied.
+    """Write what ``source`` has become after ``update`` steps; files without weights are copied.
+
+    What is not published (optimizer state, pickles) is left out.
 
     Raises:
         MalformedError: If a ``.safetensors`` file is not one.
     """
-    directory.mkdir(parents=True, exist_ok=True)
     jobs: list[concurrent.futures.Future[Stepped]] = []
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        for number, path in enumerate(sorted(source.rglob("*"))):
-            target = directory / path.relative_to(source)
-            if path.is_dir():
-                target.mkdir(exist_ok=True)
-            elif path.suffix == ".safetensors":
-                jobs.append(pool.submit(_step_file, path, target, update, (seed, number)))
+        for number, file in enumerate(select_files(source).files):
+            target = directory / file.path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if file.path.endswith(SUFFIX):
+                jobs.append(pool.submit(_step_file, file.location, target, update, (seed, number)))
             else:
-                shutil.copyfile(path, target)
+                shutil.copyfile(file.location, target)
         done = [job.result() for job in jobs]
     return Stepped(sum(one.elements for one in done), sum(one.changed for one in done))
 

@@ -1,0 +1,221 @@
+"""``shardcast demo``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardcast.cli.demo_view import LineView, LiveView
+from shardcast.cli.output import Output, table
+from shardcast.cli.units import count, duration, parse_size, rate, size
+from shardcast.errors import IntegrityError, UsageError
+
+if TYPE_CHECKING:
+    from shardcast.demo.scenario import Audience, Plan, VersionResult
+
+
+def demo(
+    out: Output,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[CKPT]",
+            help="A checkpoint directory. Without one, a bf16 model is made.",
+            show_default=False,
+        ),
+    ] = None,
+    made_size: Annotated[
+        str, typer.Option("--size", metavar="BYTES", help="Size of the model that is made.")
+    ] = "200MB",
+    updates: Annotated[
+        int,
+        typer.Option(
+            "--updates", metavar="N", min=0, max=20, help="Optimiser steps after the first version."
+        ),
+    ] = 3,
+    directory: Annotated[
+        Path | None,
+        typer.Option(
+            "--dir",
+            metavar="DIR",
+            help="Where to put temporary files. Default: the system's.",
+            show_default=False,
+        ),
+    ] = None,
+    keep_files: Annotated[
+        bool, typer.Option("--keep-files", help="Leave all files and logs behind.")
+    ] = False,
+) -> None:
+    """Run a whole tree on this machine: an origin, three relays, three workers.
+
+    Publishes a checkpoint and a few optimiser steps of it, shows how they spread, compares every
+    worker's files with the source, and prints what it measured.
+    """
+    from shardcast.demo.scenario import Plan
+
+    if directory is not None and not directory.is_dir():
+        raise UsageError(f"--dir {directory} is no directory", source=str(directory))
+    bytes_wanted = parse_size(made_size, "--size")
+    if not 1_000_000 <= bytes_wanted <= 100_000_000_000:
+        raise UsageError(f"--size {made_size}: from 1MB to 100GB")
+    if checkpoint is not None:
+        updates = _possible_updates(out, checkpoint, updates)
+    began = time.monotonic()
+    with _ended_as_interrupt(), _scratch(directory, keep=keep_files, out=out) as root:
+        plan = Plan(root=root, source=checkpoint, size_bytes=bytes_wanted, updates=updates)
+        results = _watched(out, plan)
+    _report(out, results, time.monotonic() - began)
+
+
+def _possible_updates(out: Output, checkpoint: Path, updates: int) -> int:
+    from shardcast.demo.training import can_step
+
+    if updates and not can_step(checkpoint):
+        out.notice(f"{checkpoint} has no bf16 safetensors to train on: one version is published")
+        return 0
+    return updates
+
+
+def _watched(out: Output, plan: Plan) -> list[VersionResult]:
+    from shardcast.demo.scenario import Scenario
+
+    if not out.terminal:
+        lines: Audience = LineView(out)
+        return Scenario(plan, lines).run()
+
+    from rich.console import Console
+    from rich.live import Live
+
+    view = LiveView()
+    with Live(
+        get_renderable=view.render,
+        console=Console(stderr=True),
+        refresh_per_second=8,
+        transient=True,
+    ):
+        return Scenario(plan, view).run()
+
+
+@contextlib.contextmanager
+def _scratch(directory: Path | None, *, keep: bool, out: Output) -> Iterator[Path]:
+    root = Path(tempfile.mkdtemp(prefix="shardcast-demo-", dir=directory))
+    try:
+        yield root
+    finally:
+        if keep:
+            out.notice(f"files and logs are in {root}")
+        else:
+            shutil.rmtree(root, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _ended_as_interrupt() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end the demonstration as Ctrl-C does, so that it cleans up."""
+    signals = (signal.SIGTERM, signal.SIGHUP)
+
+    def interrupt(_signal: int, _frame: object) -> None:
+        for one in signals:  # a second one must not stop the cleaning up
+            signal.signal(one, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = {one: signal.signal(one, interrupt) for one in signals}
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+
+
+# --- the report -------------------------------------------------------------------------------
+
+
+def _report(out: Output, results: list[VersionResult], seconds: float) -> None:
+    equal = all(all(result.equal.values()) and result.equal for result in results)
+    conditions = _conditions()
+    out.event(
+        "demo",
+        equal=equal,
+        seconds=round(seconds, 3),
+        conditions=conditions,
+        versions=[_members(result) for result in results],
+    )
+    out.result()
+    out.result(table(_HEADERS, [_row(result) for result in results]))
+    out.result()
+    out.result(
+        "publish: hash and copy, without sync.  ready: from the announcement until a worker holds "
+        "every\nshard, verified.  rate: weights a second at the slowest worker.  origin sent: "
+        "bytes of blobs."
+    )
+    out.result(
+        f"conditions: {conditions}; loopback; 8 processes share these cores; no deltas: every "
+        "version travels in full"
+    )
+    files = sum(result.files for result in results)
+    if not equal:
+        differing = sorted({n for r in results for n, same in r.equal.items() if not same})
+        raise IntegrityError(f"not equal to the source: {', '.join(differing)}")
+    out.result(
+        f"equal: {count(files, 'file')} of {count(len(results), 'version')}, byte for byte, on "
+        f"each of 3 workers; {duration(seconds)} in all"
+    )
+
+
+_HEADERS = (
+    "version",
+    "size",
+    "changed",
+    "publish",
+    "worker-1 ready",
+    "worker-2 ready",
+    "worker-3 ready",
+    "rate",
+    "origin sent",
+    "equal",
+)
+
+
+def _row(result: VersionResult) -> tuple[object, ...]:
+    ready = [result.ready_s.get(f"worker-{n}") for n in (1, 2, 3)]
+    slowest = max((s for s in ready if s is not None), default=0.0)
+    return (
+        result.version,
+        size(result.bytes),
+        None if result.changed is None else f"{100 * result.changed:.2f} %",
+        duration(result.publish_s),
+        *(None if seconds is None else duration(seconds) for seconds in ready),
+        rate(result.bytes, slowest),
+        size(result.sent.get("origin", 0)),
+        all(result.equal.values()),
+    )
+
+
+def _members(result: VersionResult) -> dict[str, object]:
+    return {
+        "version": result.version,
+        "bytes": result.bytes,
+        "changed": result.changed,
+        "publish_s": result.publish_s,
+        "ready_s": result.ready_s,
+        "bytes_fetched": result.fetched,
+        "bytes_sent": result.sent,
+        "files": result.files,
+        "equal": result.equal,
+    }
+
+
+def _conditions() -> str:
+    cores = len(os.sched_getaffinity(0))
+    python = ".".join(map(str, sys.version_info[:3]))
+    return f"{count(cores, 'core')}, {platform.machine()}, {platform.system()}, Python {python}"

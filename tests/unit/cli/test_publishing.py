@@ -1,0 +1,418 @@
+"""keygen, publish, verify, export, gc, withdraw, hold, inspect: what they do and how they fail."""
+
+import functools
+import os
+import shutil
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from shardcast.cli.output import EVENT_MEMBERS
+from tests.unit.cli.conftest import Cli
+
+# --- keygen -----------------------------------------------------------------------------------
+
+
+def test_keygen_writes_a_pair_and_says_what_each_is_for(cli: Cli, tmp_path: Path) -> None:
+    ran = cli("keygen", "--out", tmp_path / "keys")
+    assert ran.code == 0
+    private = tmp_path / "keys" / "shardcast.key"
+    assert stat.S_IMODE(private.stat().st_mode) == 0o600
+    assert b"BEGIN PRIVATE KEY" in private.read_bytes()
+    assert b"BEGIN PUBLIC KEY" in (tmp_path / "keys" / "shardcast.pub").read_bytes()
+    assert "keep it secret" in ran.stdout
+
+
+def test_keygen_never_overwrites(cli: Cli, tmp_path: Path) -> None:
+    assert cli("keygen", "--out", tmp_path).code == 0
+    before = (tmp_path / "shardcast.key").read_bytes()
+    ran = cli("keygen", "--out", tmp_path)
+    assert ran.code == 2
+    assert "never overwritten" in ran.stderr
+    assert (tmp_path / "shardcast.key").read_bytes() == before
+
+
+def test_no_secret_is_shown(cli: Cli, tmp_path: Path, checkpoint: Path) -> None:
+    shown = [
+        cli("keygen", "--out", tmp_path, "--json", "--verbose"),
+        cli("publish", checkpoint, "--key", tmp_path / "shardcast.key", "--verbose", "--json"),
+        cli(
+            "publish", checkpoint, "--to", "http://127.0.0.1:9", "--verbose", "--json",
+            env={"SHARDCAST_TOKEN": "a-very-secret-token"},
+        ),
+    ]  # fmt: skip
+    key = "".join((tmp_path / "shardcast.key").read_text().splitlines()[1:-1])
+    for ran in shown:
+        for text in (ran.stdout, ran.stderr):
+            assert key not in text
+            assert "very-secret" not in text
+
+
+# --- publish ----------------------------------------------------------------------------------
+
+
+def test_publish_without_options_makes_store_and_key_and_says_what_to_type_next(
+    cli: Cli, tmp_path: Path, checkpoint: Path
+) -> None:
+    ran = cli("publish", checkpoint)
+    assert ran.code == 0
+    assert "published default version 1" in ran.stdout
+    private = tmp_path / "xdg_config_home" / "shardcast" / "shardcast.key"
+    assert stat.S_IMODE(private.stat().st_mode) == 0o600
+    assert f"made a signing key {private}" in ran.stderr
+    assert "shardcast relay --listen" in ran.stderr
+    assert f"--pubkey {private.with_suffix('.pub')}" in ran.stderr
+    version = tmp_path / "xdg_data_home/shardcast/store/default/versions/000001"
+    assert (version / "sub" / "tokenizer.json").read_text() == "{}"
+    again = cli("publish", checkpoint)
+    assert "published default version 2" in again.stdout
+    assert "made a signing key" not in again.stderr
+
+
+def test_the_published_event_has_every_member(cli: Cli, tmp_path: Path, checkpoint: Path) -> None:
+    ran = cli(
+        "publish", checkpoint, "--run", "policy", "--step", 12, "--store", tmp_path / "s", "--json"
+    )
+    event = ran.event("published")
+    assert set(EVENT_MEMBERS) <= set(event)
+    assert (event["run"], event["version"], event["step"]) == ("policy", 1, 12)
+    assert len(event["manifest"]) == 64
+    assert Path(event["path"]) == tmp_path / "s/policy/versions/000001"
+    assert isinstance(event["t"], int)
+
+
+def test_publish_says_what_it_left_out(cli: Cli, checkpoint: Path) -> None:
+    (checkpoint / "optimizer.pt").write_bytes(b"o" * 1000)
+    (checkpoint / "rng_state_0.pth").write_bytes(b"r" * 500)
+    (checkpoint / "old.pkl").write_bytes(b"p" * 10)
+    ran = cli("publish", checkpoint)
+    assert "left out  2 files, 1.50 kB: optimizer, scheduler or RNG state" in ran.stdout
+    assert "left out  1 file, 10 B: pickle (old.pkl)" in ran.stdout
+    included = cli("publish", checkpoint, "--include", "*.pkl", "--json").event("published")
+    assert [one["files"] for one in included["left_out"]] == [2]
+
+
+def test_metadata_travels(cli: Cli, checkpoint: Path, tmp_path: Path) -> None:
+    cli("publish", checkpoint, "--metadata", "who=me", "--metadata", "x=a=b")
+    ran = cli("export", "default", "--out", tmp_path / "out")
+    assert ran.code == 0
+    with serving(tmp_path / "out") as url:
+        shown = cli("inspect", "default", "--from", url)
+    assert "metadata who = me" in shown.stdout
+    assert "metadata x = a=b" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nowhere"], "does not exist"),
+        (["{ckpt}", "--metadata", "novalue"], "KEY=VALUE"),
+        (["{ckpt}", "--metadata", "a=1", "--metadata", "a=2"], "given twice"),
+        (["{ckpt}", "--store", "s", "--to", "http://127.0.0.1:1"], "not both"),
+        (["{ckpt}", "--link", "--to", "http://127.0.0.1:1"], "local store"),
+        (["{ckpt}", "--to", "http://127.0.0.1:1"], "SHARDCAST_TOKEN"),
+        (["{ckpt}", "--to", "http://127.0.0.1:1", "--token-file", "none"], "token file none"),
+        (["{ckpt}", "--key", "none.key"], "none.key"),
+    ],
+)
+def test_publish_refuses_what_cannot_work(
+    cli: Cli, checkpoint: Path, arguments: list[str], said: str
+) -> None:
+    ran = cli("publish", *[part.replace("{ckpt}", str(checkpoint)) for part in arguments])
+    assert ran.code == 2
+    assert said in ran.stderr
+
+
+def test_a_refused_publication_makes_neither_key_nor_store(cli: Cli, tmp_path: Path) -> None:
+    assert cli("publish", tmp_path / "nowhere").code == 2
+    assert not (tmp_path / "xdg_config_home").exists()
+    assert not (tmp_path / "xdg_data_home").exists()
+
+
+def test_an_empty_token_file_is_refused(cli: Cli, checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("\n")
+    ran = cli("publish", checkpoint, "--to", "http://127.0.0.1:1", "--token-file",
+              tmp_path / "token")  # fmt: skip
+    assert ran.code == 2
+    assert "is empty" in ran.stderr
+
+
+def test_another_key_is_refused_with_the_exit_code_of_trust(
+    cli: Cli, checkpoint: Path, tmp_path: Path
+) -> None:
+    assert cli("publish", checkpoint).code == 0
+    cli("keygen", "--out", tmp_path / "other")
+    ran = cli("publish", checkpoint, "--key", tmp_path / "other" / "shardcast.key", "--json")
+    assert ran.code == 12
+    assert ran.event("error")["code"] == "unknown_key"
+
+
+def test_a_run_is_handed_over_to_a_new_key(cli: Cli, checkpoint: Path, tmp_path: Path) -> None:
+    cli("publish", checkpoint)
+    cli("keygen", "--out", tmp_path / "new")
+    new = tmp_path / "new" / "shardcast.key"
+    ran = cli("publish", checkpoint, "--rotate-to", new)
+    assert ran.code == 0
+    assert f"publish with --key {new}" in ran.stderr
+    assert cli("publish", checkpoint, "--key", new).code == 0
+    assert cli("publish", checkpoint).code == 12
+    same = cli("publish", checkpoint, "--key", new, "--rotate-to", new)
+    assert same.code == 2
+
+
+# --- verify -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def store(cli: Cli, checkpoint: Path, tmp_path: Path) -> Path:
+    assert cli("publish", checkpoint, "--run", "policy", "--store", tmp_path / "store").code == 0
+    return tmp_path / "store"
+
+
+@pytest.mark.parametrize("what", [".", "policy", "policy/versions/000001"])
+def test_verify_recognises_a_store_a_run_and_a_version(cli: Cli, store: Path, what: str) -> None:
+    ran = cli("verify", store / what)
+    assert ran.code == 0
+    assert "all good: 1 version of 1 run" in ran.stdout
+
+
+def test_verify_names_file_shard_and_bytes(cli: Cli, store: Path) -> None:
+    path = store / "policy/versions/000001/model-00001-of-00002.safetensors"
+    with path.open("r+b") as file:
+        file.seek(300_000)
+        file.write(b"damage")
+    ran = cli("verify", store)
+    assert ran.code == 11
+    assert (
+        "run policy version 1: model-00001-of-00002.safetensors, shard 2, bytes 262144-524287"
+        in ran.stdout
+    )
+    machine = cli("verify", store, "--json")
+    damage = machine.event("damaged")
+    assert (damage["start"], damage["stop"], damage["version"]) == (262144, 524288, 1)
+    assert machine.event("error")["code"] == "integrity"
+    assert machine.event("verified")["damaged"] == 1
+
+
+def test_verify_names_missing_longer_shorter_and_unknown_files(cli: Cli, store: Path) -> None:
+    version = store / "policy/versions/000001"
+    (version / "empty.txt").unlink()
+    (version / "config.json").unlink()
+    (version / "extra.bin").write_bytes(b"x")
+    with (version / "sub/tokenizer.json").open("ab") as file:
+        file.write(b"more")
+    os.truncate(version / "model-00002-of-00002.safetensors", 767_990)
+    ran = cli("verify", store)
+    assert ran.code == 11
+    assert "config.json, shard 0, bytes 0-23: missing" in ran.stdout
+    assert "empty.txt: missing" in ran.stdout
+    assert "sub/tokenizer.json, bytes 2-5: too long" in ran.stdout
+    assert "the file ends at byte 767990" in ran.stdout
+    assert "000001/extra.bin belongs to no version" in ran.stderr
+
+
+def test_verify_names_a_damaged_document_and_leaves_it_in_place(cli: Cli, store: Path) -> None:
+    for blob in sorted((store / "policy/blobs").iterdir()):
+        data = blob.read_bytes()
+        blob.write_bytes(data[:-1] + b"?")
+        ran = cli("verify", store)
+        assert ran.code == 11
+        assert f"blobs/{blob.name}" in ran.stdout
+        assert "cannot be checked: its document" in ran.stdout
+        assert blob.exists()
+        blob.write_bytes(data)
+    assert cli("verify", store).code == 0
+
+
+def test_verify_checks_who_signed(cli: Cli, store: Path, tmp_path: Path) -> None:
+    public = tmp_path / "xdg_config_home/shardcast/shardcast.pub"
+    assert cli("verify", store, "--pubkey", public).code == 0
+    cli("keygen", "--out", tmp_path / "other")
+    ran = cli("verify", store, "--pubkey", tmp_path / "other/shardcast.pub")
+    assert ran.code == 12
+
+
+def test_verify_says_when_no_head_names_a_version(cli: Cli, store: Path) -> None:
+    (store / "policy/head.json").unlink()
+    trust = store / "policy/state/trust.json"
+    trust.write_bytes(trust.read_bytes().replace(b'"manifests":{"1"', b'"manifests":{"7"'))
+    ran = cli("verify", store)
+    assert ran.code == 0
+    assert "its digests are not signed" in ran.stderr
+
+
+def test_verify_refuses_what_is_nothing_of_ours(cli: Cli, tmp_path: Path) -> None:
+    assert cli("verify", tmp_path).code == 2
+    assert cli("verify", tmp_path / "nowhere").code == 2
+
+
+def test_verify_of_a_version_that_is_not_there(cli: Cli, store: Path) -> None:
+    (store / "policy/versions/000009").mkdir()
+    ran = cli("verify", store / "policy/versions/000009")
+    assert ran.code == 11
+    assert "cannot be checked" in ran.stdout
+
+
+# --- export -----------------------------------------------------------------------------------
+
+
+def test_export_writes_plain_files_once(cli: Cli, store: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    first = cli("export", "policy", "--store", store, "--out", out, "--json").event("exported")
+    head = out / "v1/policy/head"
+    assert head.read_bytes() == (store / "policy/head.json").read_bytes()
+    assert first["blobs_written"] == len(list((out / "v1/policy/blobs").iterdir()))
+    second = cli("export", "policy", "--store", store, "--out", out, "--json").event("exported")
+    assert (second["blobs_written"], second["blobs_kept"]) == (0, first["blobs_written"])
+    assert not [path for path in out.rglob("*.tmp")]
+
+
+def test_export_removes_what_the_head_no_longer_reaches(
+    cli: Cli, store: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    before = cli("export", "policy", "--store", store, "--out", out, "--json").event("exported")
+    (checkpoint / "config.json").write_text("{ }")
+    cli("publish", checkpoint, "--run", "policy", "--store", store, "--keep", 1)
+    after = cli("export", "policy", "--store", store, "--out", out, "--json").event("exported")
+    # config.json, layout, part and manifest are new; the rest of the shards are the same blobs
+    assert (after["blobs_written"], after["blobs_removed"]) == (4, 4)
+    assert after["blobs_kept"] == before["blobs_written"] - 4
+
+
+def test_export_stops_at_damage_and_leaves_the_old_head(
+    cli: Cli, store: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    cli("export", "policy", "--store", store, "--out", out)
+    head = (out / "v1/policy/head").read_bytes()
+    (checkpoint / "config.json").write_text("{ }")
+    cli("publish", checkpoint, "--run", "policy", "--store", store)
+    (store / "policy/versions/000002/config.json").write_text("??")
+    ran = cli("export", "policy", "--store", store, "--out", out)
+    assert ran.code == 11
+    assert (out / "v1/policy/head").read_bytes() == head
+
+
+def test_export_of_a_run_that_is_not_there(cli: Cli, store: Path, tmp_path: Path) -> None:
+    ran = cli("export", "other", "--store", store, "--out", tmp_path / "out")
+    assert ran.code == 2
+    assert "runs here: policy" in ran.stderr
+    assert cli("export", "x", "--store", tmp_path / "none", "--out", tmp_path / "o").code == 2
+
+
+# --- gc, withdraw, hold -----------------------------------------------------------------------
+
+
+def test_gc_frees_what_no_head_reaches(cli: Cli, store: Path, checkpoint: Path) -> None:
+    shutil.copytree(store / "policy/versions/000001", store / "policy/versions/000007")
+    blob = store / "policy/blobs" / f"{'0' * 64}.bin"
+    blob.write_bytes(b"x" * 100)
+    dry = cli("gc", "--store", store, "--dry-run")
+    assert "would free" in dry.stdout
+    assert blob.exists()
+    event = cli("gc", "--store", store, "--json").event("evicted")
+    assert (event["run"], event["versions"], event["blobs"]) == ("policy", [7], 1)
+    assert not blob.exists()
+    assert not (store / "policy/versions/000007").exists()
+    assert cli("verify", store).code == 0
+
+
+def test_gc_leaves_a_run_without_a_head_alone(cli: Cli, store: Path) -> None:
+    (store / "other").mkdir()
+    ran = cli("gc", "--store", store)
+    assert ran.code == 0
+    assert "other: no head" in ran.stderr
+
+
+def test_withdraw_and_hold_change_the_head(cli: Cli, store: Path, checkpoint: Path) -> None:
+    cli("publish", checkpoint, "--run", "policy", "--store", store)
+    ran = cli("withdraw", "policy", 2, "--store", store)
+    assert ran.code == 0
+    assert "newest is now 1" in ran.stdout
+    assert cli("withdraw", "policy", 2, "--store", store).code == 12
+    assert cli("withdraw", "policy", 9, "--store", store).code == 2
+    assert cli("withdraw", "policy", 1, "--store", store).stdout.endswith("left to move to\n")
+    assert cli("hold", "policy", "--store", store, "--json").event("hold")["hold"] is True
+    assert cli("hold", "policy", "--store", store, "--off", "--json").event("hold")["hold"] is False
+
+
+def test_withdraw_and_hold_need_run_and_key(cli: Cli, store: Path, tmp_path: Path) -> None:
+    assert cli("hold", "other", "--store", store).code == 2
+    assert cli("hold", "policy", "--store", store, "--to", "http://127.0.0.1:1").code == 2
+    assert cli("hold", "policy", "--to", "http://127.0.0.1:1").code == 2
+    (tmp_path / "xdg_config_home/shardcast/shardcast.key").unlink()
+    ran = cli("hold", "policy", "--store", store)
+    assert ran.code == 2
+    assert "--key FILE" in ran.stderr
+
+
+# --- inspect ----------------------------------------------------------------------------------
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - its signature
+        pass
+
+
+@contextmanager
+def serving(directory: Path) -> Iterator[str]:
+    """Serves a directory as any static web server does."""
+    handler = functools.partial(QuietHandler, directory=str(directory))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.fixture
+def static(cli: Cli, store: Path, tmp_path: Path) -> Iterator[str]:
+    assert cli("export", "policy", "--store", store, "--out", tmp_path / "www").code == 0
+    with serving(tmp_path / "www") as url:
+        yield url
+
+
+def test_inspect_shows_head_versions_and_files(cli: Cli, static: str, tmp_path: Path) -> None:
+    ran = cli("inspect", "policy", "--from", static)
+    assert ran.code == 0
+    assert "unverified: no --pubkey was given" in ran.stdout
+    for text in ("newest     version 1", "sub/tokenizer.json", "768 kB", "signed this head"):
+        assert text in ran.stdout
+    public = tmp_path / "xdg_config_home/shardcast/shardcast.pub"
+    assert (
+        "signature verified"
+        in cli("inspect", "policy", "--from", static, "--pubkey", public).stdout
+    )
+    event = cli("inspect", "policy", "--from", static, "--json").event("inspected")
+    assert event["head"]["versions"][0]["version"] == 1
+    assert event["layouts"]["1"]["files"][0]["path"] == "config.json"
+    assert event["verified"] is False
+
+
+def test_inspect_says_what_cannot_be_had(cli: Cli, static: str, tmp_path: Path) -> None:
+    for blob in (tmp_path / "www/v1/policy/blobs").iterdir():
+        blob.unlink()
+    ran = cli("inspect", "policy", "--from", static)
+    assert ran.code == 0
+    assert "its documents are not to be had" in ran.stdout
+
+
+def test_inspect_fails_by_what_is_wrong(cli: Cli, static: str, tmp_path: Path) -> None:
+    cli("keygen", "--out", tmp_path / "other")
+    wrong = tmp_path / "other" / "shardcast.pub"
+    assert cli("inspect", "policy", "--from", static, "--pubkey", wrong).code == 12
+    assert cli("inspect", "policy", "--from", static, "--version", 9).code == 2
+    assert cli("inspect", "other", "--from", static).code == 13
+    assert cli("inspect", "policy", "--from", "http://127.0.0.1:1").code == 13
+    assert cli("inspect", "policy", "--from", "nonsense").code == 2
+    (tmp_path / "www/v1/policy/head").write_bytes(b"{}")
+    assert cli("inspect", "policy", "--from", static).code == 10
