@@ -3,11 +3,13 @@
 Ours: `shardcast publish` is started; the clock stops at the `t` of the last `ready` event, when
 a worker has every shard verified. The peer: SHARDCAST 0.3.2 with relays that poll every second
 (its default is 30), on one file of the same size; the clock runs from `broadcast` to the last
-client's verified copy. Process start is inside our time and outside the peer's.
+client's verified copy. Process start is inside our time and outside the peer's. Quick mode takes
+the peer's times from baselines.json, because they need minutes and scatter.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 import statistics
 from pathlib import Path
@@ -23,6 +25,13 @@ WORKERS = 4
 PEER_POLL_S = 1.0
 # 6 is about what two cores allow by the CPU floors of each stage; 5 leaves room for noise.
 TIMES_FASTER = 5.0
+# The peer's time has two humps, by whether its clients ask a relay for a shard that is not there
+# yet and then sit out retry intervals of 2 and 15 s. So it runs often enough for a mean, and
+# its lucky runs have a limit of their own.
+PEER_RUNS = 5
+TIMES_FASTER_THAN_BEST = 2.0
+
+BASELINES = Path(__file__).resolve().parent / "baselines.json"
 
 _WARM_BYTES = 4 * MB
 _TIMEOUT_S = 120.0
@@ -57,6 +66,23 @@ def theirs(root: Path, size: int) -> float:
     return peer.distribute(root, file, relays=RELAYS, clients=WORKERS, poll_s=PEER_POLL_S)
 
 
+def recorded() -> list[float]:
+    """Return the peer's times for 1 GB that are kept in git, with their environment."""
+    floors = json.loads(BASELINES.read_text(encoding="utf-8"))["floors"]
+    return [float(seconds) for seconds in floors["peer_1gb_s"]["samples"]]
+
+
+def peer_times(settings: Settings) -> list[float]:
+    """Run the peer, or recall it in quick mode, where only the recorded size compares."""
+    if settings.quick and settings.bytes == GB:
+        return recorded()
+    times = []
+    for _ in range(PEER_RUNS):
+        times.append(theirs(settings.fresh("peer"), settings.bytes))
+        shutil.rmtree(settings.work / "peer")
+    return times
+
+
 def measure(settings: Settings) -> Report:
     """Compare us with SHARDCAST 0.3.2: publish to ready of the last of four workers."""
     checkpoint = settings.fresh("checkpoint")
@@ -67,28 +93,33 @@ def measure(settings: Settings) -> Report:
         seconds.append(took)
         cpu.append(cost)
     shutil.rmtree(settings.work / "ours")
-    # The peer's time depends on how its retry intervals (2 s and 15 s) fall: it gets as many
-    # tries as we do, up to two, and the best of them counts.
-    peers = []
-    for _ in range(min(settings.repeats, 2)):
-        peers.append(theirs(settings.fresh("peer"), settings.bytes))
-        shutil.rmtree(settings.work / "peer")
-    faster = min(peers) / statistics.median(seconds)
+    peers = peer_times(settings)
+    median = statistics.median(seconds)
     return Report(
-        checks=[Check("times_faster_than_peer", faster, TIMES_FASTER, "ratio", at_least=True)],
+        checks=[
+            Check(
+                "times_faster_than_peer", statistics.mean(peers) / median, TIMES_FASTER, "ratio",
+                at_least=True,
+            ),
+            Check(
+                "times_faster_than_peer_at_its_best", min(peers) / median, TIMES_FASTER_THAN_BEST,
+                "ratio", at_least=True,
+            ),
+        ],
         samples={"ours_s": seconds, "ours_cpu_s": cpu, "peer_s": peers},
         conditions={
             "peer": peer.REQUIREMENT,
             "peer_poll_s": PEER_POLL_S,
+            "peer_times": "recorded in baselines.json" if settings.quick else "this run",
             "relays": RELAYS,
             "workers": WORKERS,
             "checkpoint_bytes": total,
             "publish": "copy",
             "durability": "none",
-            "statistic": "the peer's best / our median",
+            "statistic": "the peer's mean (and its best) / our median",
         },
-    )
+    )  # fmt: skip
 
 
 if __name__ == "__main__":
-    main(measure, name="distribute", full=Size(GB, 3), quick=Size(GB, 1))
+    main(measure, name="distribute", full=Size(GB, 5), quick=Size(GB, 3))
