@@ -16,7 +16,7 @@ from shardcast.protocol.envelope import Envelope, open_unverified
 from shardcast.protocol.head import Head, VersionRef, decode_head
 from shardcast.protocol.layout import Layout, decode_layout, decode_part
 from shardcast.protocol.limits import MAX_DOCUMENT_BYTES
-from shardcast.protocol.manifest import Version, assemble, decode_manifest
+from shardcast.protocol.manifest import Version, assemble, bound_parts, decode_manifest
 from shardcast.upstream import HeadAnswer, Upstream, open_session
 
 
@@ -111,6 +111,7 @@ def _version(source: BlobSource, run: str, ref: VersionRef) -> InspectedVersion:
     try:
         manifest = decode_manifest(_document(source, run, ref.manifest))
         layout = decode_layout(_document(source, run, manifest.layout))
+        bound_parts(layout, manifest.parts)
         parts = [decode_part(_document(source, run, part)) for part in manifest.parts]
         return InspectedVersion(ref, assemble(ref, run, manifest, layout, parts), None)
     except ShardcastError as error:
