@@ -188,31 +188,26 @@ class Process:
 
     def kill(self) -> None:
         """End the process and its descendants at once (SIGKILL), as a crash would."""
-        self._signal_tree(signal.SIGKILL)
-        self.wait(timeout=_STOP_GRACE_S)
+        if self._child.returncode is None:
+            with contextlib.ExitStack() as cleanup:
+                _end(_handles(self.pid, cleanup))
+                self.wait(timeout=_STOP_GRACE_S)
 
     def stop(self, *, grace: float = _STOP_GRACE_S) -> bool:
-        """Ask the process to end (SIGTERM) and see to it.
+        """Ask the process to end (SIGTERM) and see to it; descendants it leaves are killed.
 
         Returns:
             True if it went by itself within `grace` seconds, False if it had to be killed.
         """
         if self._child.returncode is not None:
             return True
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._pidfd, signal.SIGTERM)
-        try:
-            self.wait(timeout=grace)
-        except ProcessError:
-            self.kill()
-            return False
-        return True
-
-    def _signal_tree(self, number: signal.Signals) -> None:
-        if self._child.returncode is None:
-            for pid in reversed(measure.tree(self.pid)):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, number)
+        with contextlib.ExitStack() as cleanup:
+            handles = _handles(self.pid, cleanup)
+            _send(self._pidfd, signal.SIGTERM)
+            obeyed = self.watch_exit(grace)
+            _end(handles)
+            self.wait(timeout=_STOP_GRACE_S)
+        return obeyed
 
     def stderr_tail(self) -> str:
         """Return the end of what the process wrote to stderr."""
@@ -229,6 +224,30 @@ class Process:
             f"  command: {' '.join(self.argv)}\n  last events: {said}\n"
             f"  last lines: {self.lines[-3:]}\n  stderr: {self.stderr_tail() or '(empty)'}"
         )
+
+
+def _handles(pid: int, cleanup: contextlib.ExitStack) -> list[int]:
+    """Return pidfds of a process tree, root first: they cannot come to mean another process."""
+    handles = []
+    for member in measure.tree(pid):
+        with contextlib.suppress(ProcessLookupError):
+            handle = os.pidfd_open(member)
+            cleanup.callback(os.close, handle)
+            handles.append(handle)
+    return handles
+
+
+def _send(handle: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(handle, number)
+
+
+def _end(handles: Sequence[int]) -> None:
+    """Kill the processes, the root first so that it starts no new ones, and see them gone."""
+    for handle in handles:
+        _send(handle, signal.SIGKILL)
+    for handle in handles:
+        select.select([handle], [], [], _STOP_GRACE_S)
 
 
 def _event_of(text: str) -> Event | None:
