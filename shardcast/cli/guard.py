@@ -72,6 +72,8 @@ def report(out: Output, error: ShardcastError) -> int:
     hint = HINTS.get(error.code)
     if out.command in ("pull", "follow"):
         hint = PULL_HINTS.get(error.code, hint)
+    if out.command == "status":
+        hint = None  # it is what the hint would say
     if hint is not None:
         out.notice(f"hint: {hint}")
     if out.verbose:

@@ -6,7 +6,19 @@ from typing import Annotated, Final
 
 import typer
 
-from shardcast.cli import export, gc, hold, inspect, keygen, publish, relay, verify, withdraw
+from shardcast.cli import (
+    demo,
+    export,
+    gc,
+    hold,
+    inspect,
+    keygen,
+    publish,
+    relay,
+    status,
+    verify,
+    withdraw,
+)
 from shardcast.cli.command import register
 
 PUBLISHING: Final = "Publishing"
@@ -49,12 +61,14 @@ def root(
     """A CDN for model weights: publish once, relay through a tree, pull verified shards."""
 
 
+register(app, "demo", demo.demo, panel=PUBLISHING)
 register(app, "keygen", keygen.keygen, panel=PUBLISHING)
 register(app, "publish", publish.publish, panel=PUBLISHING)
 register(app, "withdraw", withdraw.withdraw, panel=PUBLISHING)
 register(app, "hold", hold.hold, panel=PUBLISHING)
 register(app, "relay", relay.relay, panel=SERVING)
 register(app, "export", export.export, panel=SERVING)
+register(app, "status", status.status, panel=LOOKING)
 register(app, "inspect", inspect.inspect, panel=LOOKING)
 register(app, "verify", verify.verify, panel=LOOKING)
 register(app, "gc", gc.gc, panel=LOOKING)

@@ -141,7 +141,6 @@ def relay(
     Prints one JSON line when it listens. SIGTERM lets running downloads finish.
     """
     from relay.app import serve
-
     from relay.config import Prefetch, RelayConfig
 
     config = RelayConfig(

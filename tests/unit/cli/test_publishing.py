@@ -269,7 +269,7 @@ def test_export_writes_plain_files_once(cli: Cli, store: Path, tmp_path: Path) -
     assert first["blobs_written"] == len(list((out / "v1/policy/blobs").iterdir()))
     second = cli("export", "policy", "--store", store, "--out", out, "--json").event("exported")
     assert (second["blobs_written"], second["blobs_kept"]) == (0, first["blobs_written"])
-    assert not [path for path in out.rglob("*.tmp")]
+    assert not list(out.rglob("*.tmp"))
 
 
 def test_export_removes_what_the_head_no_longer_reaches(
