@@ -1,0 +1,339 @@
+"""What each digest of a run is, as far as its head and documents tell. Pure.
+
+Only what a head reaches is in it, so a relay cannot be used as an open cache.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from shardcast.errors import ShardcastError
+from shardcast.protocol import manifest as manifests
+from shardcast.protocol.delta import DeltaBlob, DeltaPart, decode_delta_part
+from shardcast.protocol.head import DeltaRef, Head, OpenDeltaRef, OpenRef, VersionRef
+from shardcast.protocol.layout import Layout, Part, decode_layout, decode_part
+from shardcast.protocol.limits import MAX_DOCUMENT_BYTES
+from shardcast.protocol.manifest import Manifest, Version
+
+
+class Kind(enum.Enum):
+    """What kind of document a digest is."""
+
+    MANIFEST = "manifest"
+    LAYOUT = "layout"
+    PART = "part"
+    DELTA_PART = "delta part"
+
+
+Parsed = Manifest | Layout | Part | DeltaPart
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentBlob:
+    """A document: its size is not known before it is here, but bounded."""
+
+    digest: str
+    kind: Kind
+
+    @property
+    def limit(self) -> int:
+        """Most bytes it may have."""
+        return MAX_DOCUMENT_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class DataBlob:
+    """A delta blob."""
+
+    digest: str
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One extent that holds (or will hold) a shard's bytes."""
+
+    version: int
+    shard: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardBlob:
+    """A shard: where its bytes may lie, newest version first."""
+
+    digest: str
+    length: int
+    places: tuple[Place, ...]
+
+
+Known = DocumentBlob | DataBlob | ShardBlob
+
+
+def parse_document(kind: Kind, data: bytes) -> Parsed:
+    """Decode a document of a known kind.
+
+    Raises:
+        MalformedError: If it is not one.
+    """
+    match kind:
+        case Kind.MANIFEST:
+            return manifests.decode_manifest(data)
+        case Kind.LAYOUT:
+            return decode_layout(data)
+        case Kind.PART:
+            return decode_part(data)
+        case Kind.DELTA_PART:
+            return decode_delta_part(data)
+
+
+@dataclass
+class _Branch:
+    """What is known below one version of the head."""
+
+    ref: VersionRef | OpenRef
+    version: Version | None = None
+    index: dict[str, int] = field(default_factory=dict)
+    delta_parts: dict[str, tuple[DeltaBlob, ...]] = field(default_factory=dict)
+    blobs: dict[str, DeltaBlob] = field(default_factory=dict)
+    problem: str | None = None
+
+    @property
+    def deltas(self) -> list[DeltaRef] | list[OpenDeltaRef]:
+        return self.ref.deltas
+
+
+class Catalog:
+    """The digests that one run's head reaches. Not thread-safe.
+
+    Attributes:
+        head: The newest accepted head, None before the first.
+    """
+
+    def __init__(self, run: str) -> None:
+        self.head: Head | None = None
+        self._run = run
+        self._branches: dict[int, _Branch] = {}  # newest first
+        self._parsed: dict[str, Parsed] = {}
+        self._done: set[str] = set()  # documents whose content is folded into a version, or bad
+        self._kinds: dict[str, Kind] = {}
+
+    # --- what changes it ----------------------------------------------------------------------
+
+    def set_head(self, head: Head) -> list[Version]:
+        """Follow a new head; forget what it no longer reaches.
+
+        Returns:
+            Versions that are new or have grown.
+        """
+        self.head = head
+        before = self._branches
+        refs: list[VersionRef | OpenRef] = [] if head.open is None else [head.open]
+        refs += head.versions
+        self._branches = {}
+        for ref in refs:
+            old = before.get(ref.version)
+            if old is not None and _same_identity(old.ref, ref):
+                old.ref = ref
+                self._branches[ref.version] = old
+            else:
+                self._branches[ref.version] = _Branch(ref)
+        return self._refresh()
+
+    def learn(self, digest: str, document: Parsed | None) -> list[Version]:
+        """Take in a document whose bytes have ``digest``; None: it is malformed.
+
+        Returns:
+            Versions that are new or have grown.
+        """
+        if digest not in self._kinds:
+            return []
+        if document is None:
+            self._done.add(digest)
+            return []
+        self._parsed[digest] = document
+        return self._refresh()
+
+    def reject(self, version: int, problem: str) -> None:
+        """Forget what the documents of a version say: they contradict what was seen before."""
+        branch = self._branches.get(version)
+        if branch is not None:
+            branch.version, branch.index, branch.problem = None, {}, problem
+
+    # --- what it tells --------------------------------------------------------------------------
+
+    def find(self, digest: str) -> Known | None:
+        """Return what a digest is, or None where the head does not reach it (yet)."""
+        kind = self._kinds.get(digest)
+        if kind is not None:
+            return DocumentBlob(digest, kind)
+        places: list[Place] = []
+        length = 0
+        for number, branch in self._branches.items():
+            shard = branch.index.get(digest)
+            if shard is not None and branch.version is not None:
+                places.append(Place(number, shard))
+                length = branch.version.layout.extent(shard).length
+        if places:
+            return ShardBlob(digest, length, tuple(places))
+        for branch in self._branches.values():
+            blob = branch.blobs.get(digest)
+            if blob is not None:
+                return DataBlob(digest, blob.bytes)
+        return None
+
+    def version(self, number: int) -> Version | None:
+        """Return a version, if enough of its documents are here."""
+        branch = self._branches.get(number)
+        return branch.version if branch is not None else None
+
+    def versions(self) -> list[Version]:
+        """Return all versions that are known by their documents, newest first."""
+        return [b.version for b in self._branches.values() if b.version is not None]
+
+    def numbers(self) -> list[int]:
+        """Return the numbers of all versions of the head, the open one too, newest first."""
+        return list(self._branches)
+
+    def problem(self, number: int) -> str | None:
+        """Return why a version's documents are not usable, or None."""
+        branch = self._branches.get(number)
+        return branch.problem if branch is not None else None
+
+    def delta_blobs(self, number: int) -> list[DeltaBlob]:
+        """Return the delta blobs that lead to a version, as far as they are known."""
+        branch = self._branches.get(number)
+        return list(branch.blobs.values()) if branch is not None else []
+
+    def missing_documents(self, number: int) -> list[DocumentBlob]:
+        """Return the documents of a version that are named and not here yet."""
+        branch = self._branches.get(number)
+        if branch is None:
+            return []
+        return [
+            DocumentBlob(digest, kind)
+            for digest, kind in self._named(branch)
+            if digest not in self._parsed and digest not in self._done
+        ]
+
+    # --- inner workings ---------------------------------------------------------------------
+
+    def _named(self, branch: _Branch) -> Iterator[tuple[str, Kind]]:
+        ref = branch.ref
+        if isinstance(ref, OpenRef):
+            yield ref.layout, Kind.LAYOUT
+            yield from ((digest, Kind.PART) for digest in ref.parts)
+        else:
+            yield ref.manifest, Kind.MANIFEST
+            manifest = self._parsed.get(ref.manifest)
+            if isinstance(manifest, Manifest):
+                yield manifest.layout, Kind.LAYOUT
+                yield from ((digest, Kind.PART) for digest in manifest.parts)
+            elif branch.version is not None:  # it was open a moment ago
+                layout, *parts = branch.version.documents
+                yield layout, Kind.LAYOUT
+                yield from ((digest, Kind.PART) for digest in parts)
+        for delta in branch.deltas:
+            yield from ((digest, Kind.DELTA_PART) for digest in delta.parts)
+
+    def _refresh(self) -> list[Version]:
+        changed = []
+        for branch in self._branches.values():
+            version = self._assemble(branch) if branch.problem is None else None
+            if version is not None and version is not branch.version:
+                branch.version = version
+                branch.index = {}
+                for shard, digest in enumerate(version.digests):
+                    if digest is not None:
+                        branch.index.setdefault(digest, shard)
+                changed.append(version)
+            self._learn_blobs(branch)
+        self._kinds = {
+            digest: kind for b in self._branches.values() for digest, kind in self._named(b)
+        }
+        self._fold()
+        return changed
+
+    def _assemble(self, branch: _Branch) -> Version | None:
+        ref = branch.ref
+        try:
+            if isinstance(ref, OpenRef):
+                return self._assemble_open(branch, ref)
+            if branch.version is not None and branch.version.manifest == ref.manifest:
+                return branch.version
+            manifest = self._parsed.get(ref.manifest)
+            if not isinstance(manifest, Manifest):
+                return None
+            layout = self._parsed.get(manifest.layout)
+            parts = [part for d in manifest.parts if isinstance(part := self._parsed.get(d), Part)]
+            if not isinstance(layout, Layout) or len(parts) != len(manifest.parts):
+                return None
+            return manifests.assemble(ref, self._run, manifest, layout, parts)
+        except ShardcastError as error:
+            branch.problem = str(error)
+            return None
+
+    def _assemble_open(self, branch: _Branch, ref: OpenRef) -> Version | None:
+        layout = self._parsed.get(ref.layout)
+        if not isinstance(layout, Layout):
+            return None
+        here = [digest for digest in ref.parts if isinstance(self._parsed.get(digest), Part)]
+        known = branch.version
+        if known is not None and known.manifest is None and known.documents[1:] == tuple(here):
+            return known
+        parts = [part for d in here if isinstance(part := self._parsed.get(d), Part)]
+        listed = OpenRef(
+            version=ref.version, step=ref.step, layout=ref.layout, parts=here, deltas=[]
+        )
+        return manifests.assemble_open(listed, self._run, layout, parts)
+
+    def _learn_blobs(self, branch: _Branch) -> None:
+        listed = {digest: delta.base for delta in branch.deltas for digest in delta.parts}
+        fresh = {d: blobs for d, blobs in branch.delta_parts.items() if d in listed}
+        target = branch.version.layout_digest if branch.version is not None else None
+        for digest, base in listed.items():
+            part = self._parsed.get(digest)
+            if not isinstance(part, DeltaPart):
+                continue
+            target = target or part.layout
+            if part.layout == target and part.base == base:
+                fresh[digest] = tuple(part.blobs)
+            else:
+                self._done.add(digest)
+                branch.problem = f"delta part {digest} is of another layout or base"
+        if fresh != branch.delta_parts:
+            branch.delta_parts = fresh
+            branch.blobs = {blob.digest: blob for blobs in fresh.values() for blob in blobs}
+
+    def _fold(self) -> None:
+        """Drop the parsed form of what nothing names, and of parts that a closed version holds."""
+        kept: set[str] = set()
+        for branch in self._branches.values():
+            folded = branch.version is not None and branch.version.complete
+            for digest, kind in self._named(branch):
+                kept.add(digest)
+                parsed = self._parsed.get(digest)
+                if parsed is not None and (
+                    (kind is Kind.PART and folded) or kind is Kind.DELTA_PART
+                ):
+                    self._done.add(digest)
+        self._done &= kept
+        self._parsed = {
+            digest: parsed
+            for digest, parsed in self._parsed.items()
+            if digest in kept and (digest not in self._done or not _heavy(parsed))
+        }
+
+
+def _heavy(parsed: Parsed) -> bool:
+    return isinstance(parsed, Part | DeltaPart)
+
+
+def _same_identity(old: VersionRef | OpenRef, new: VersionRef | OpenRef) -> bool:
+    if isinstance(old, OpenRef) and isinstance(new, OpenRef):
+        return old.layout == new.layout
+    if isinstance(old, VersionRef) and isinstance(new, VersionRef):
+        return old.manifest == new.manifest
+    # The open version closed: it keeps its place until its manifest is here.
+    return isinstance(old, OpenRef) and isinstance(new, VersionRef)

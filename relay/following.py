@@ -1,0 +1,265 @@
+"""The feed of a relay with parents: long polls, its own trust, persisted before it is served."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import msgspec
+
+from relay.catalog import DocumentBlob
+from relay.node import Node
+from relay.origin import now_ms
+from relay.runs import RelayRun
+from shardcast.errors import (
+    MalformedError,
+    NotFoundError,
+    ShardcastError,
+    TrustError,
+    UsageError,
+)
+from shardcast.protocol import trust
+from shardcast.protocol.documents import check_run
+from shardcast.protocol.trust import Accepted, TrustState
+from shardcast.protocol.wire import NODE_HEADER
+from shardcast.store.run import RunStore
+from shardcast.upstream import HeadAnswer, HeadWatcher, Upstream, UpstreamState, open_session
+
+log = logging.getLogger("relay.following")
+
+TICK_S = 0.5
+MAX_RUNS = 256
+"""Runs taken over from parents that were not named: a parent cannot fill the disk with names."""
+
+
+def check_keys(node: Node) -> None:
+    """Check that some run can be trusted at all.
+
+    Raises:
+        UsageError: If no key is given and none remembered.
+    """
+    config = node.config
+    if config.origin or config.pubkeys or config.first_use:
+        return
+    names = config.runs or node.store.runs()
+    lacking = [name for name in names if _remembered(node, name) is None]
+    if not names or (config.runs and lacking):
+        raise UsageError(
+            f"no key is known{f' for run {lacking[0]!r}' if lacking else ''}: "
+            "give --pubkey FILE or --trust-on-first-use"
+        )
+
+
+def _remembered(node: Node, name: str) -> TrustState | None:
+    try:
+        return node.store.run(name).read_trust()
+    except NotFoundError:
+        return None
+
+
+class ParentFeed:
+    """Follows the heads of all runs that this relay carries."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._upstreams: list[Upstream] = []
+        self._group: asyncio.TaskGroup | None = None
+        self._told: set[str] = set()
+        self._states: dict[str, TrustState] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+
+    async def run(self) -> None:
+        """Follow until cancelled."""
+        config, node = self._node.config, self._node
+        me = {NODE_HEADER: node.identity.node}
+        async with open_session(config.net, me) as session, asyncio.TaskGroup() as group:
+            self._group = group
+            self._upstreams = [Upstream(url, session, config.net) for url in node.parents.urls]
+            if node.siblings is not None:
+                group.create_task(node.siblings.watch(session))
+            for name in config.runs or tuple(await asyncio.to_thread(node.store.runs)):
+                await self._follow(name)
+            group.create_task(self._tick())
+            if not config.runs:
+                group.create_task(self._discover_forever())
+
+    async def refresh(self, run: RelayRun) -> None:
+        """Ask all parents for the head once, then for documents that are known by name only."""
+        watcher = self._node.parents.watchers.get(run.name)
+        if watcher is not None:
+            await watcher.refresh()
+        for number in run.catalog.numbers():
+            await fetch_documents(self._node, run, number)
+        await run.attach()
+
+    async def discover(self, name: str) -> None:
+        """Ask the parents for their runs, if runs were not named."""
+        if self._upstreams and not self._node.config.runs and name not in self._node.runs:
+            await self._discover()
+
+    # --- runs -----------------------------------------------------------------------------------
+
+    async def _discover_forever(self) -> None:
+        while True:
+            await self._discover()
+            await asyncio.sleep(self._node.config.net.head_poll_s)
+
+    async def _discover(self) -> None:
+        answers = await asyncio.gather(
+            *(upstream.runs() for upstream in self._upstreams), return_exceptions=True
+        )
+        for upstream, answer in zip(self._upstreams, answers, strict=True):
+            if isinstance(answer, ShardcastError):
+                self._tell(f"{upstream.url} does not list its runs: {answer}", level=logging.INFO)
+                continue
+            if isinstance(answer, BaseException):
+                raise answer
+            for name in answer[:MAX_RUNS]:
+                if len(self._node.runs) < MAX_RUNS:
+                    await self._follow(name)
+
+    async def _follow(self, name: str) -> None:
+        """Begin to follow a run, from what the disk remembers of it on."""
+        if name in self._node.parents.watchers or self._group is None:
+            return
+        node = self._node
+        try:
+            check_run(name)
+            await asyncio.to_thread(self._begin, name)
+            store = await asyncio.to_thread(lambda: node.store.run(name, create=True))
+        except ShardcastError as error:
+            self._tell(f"run {name[:64]}: not followed: {error}")
+            return
+        if name in node.parents.watchers:
+            return
+        run = node.add_run(store)
+        await self._resume(run)
+
+        async def on_head(answer: HeadAnswer) -> int | None:
+            return await self._on_head(run, answer)
+
+        def on_change(url: str, state: UpstreamState) -> None:
+            self._on_change(run, url, state)
+
+        watcher = HeadWatcher(name, self._upstreams, node.config.net, on_head, on_change=on_change)
+        node.parents.watchers[name] = watcher
+        self._group.create_task(watcher.watch())
+
+    def _begin(self, name: str) -> None:
+        """Decide what to trust. Blocking."""
+        config = self._node.config
+        remembered = _remembered(self._node, name)
+        self._states[name] = trust.begin(
+            name,
+            pinned=config.pubkeys,
+            first_use=config.first_use and remembered is None,
+            remembered=remembered,
+        )
+
+    async def _resume(self, run: RelayRun) -> None:
+        """Serve the head that was served before the restart."""
+
+        def read() -> Accepted | None:
+            data = run.store.read_head()
+            if data is None:
+                return None
+            state = self._states[run.name]
+            # A crash between the two writes left a head older than what is remembered.
+            lenient = msgspec.structs.replace(
+                state, sequence=None, payload=None, manifests={}, layouts={}
+            )
+            return trust.accept(lenient, data, now_ms())
+
+        try:
+            accepted = await asyncio.to_thread(read)
+        except ShardcastError as error:
+            log.warning("run %s: the stored head is not served: %s", run.name, error)
+            return
+        if accepted is not None:
+            run.trust = self._states[run.name]
+            run.took(run.catalog.set_head(accepted.head))
+            for number in run.catalog.numbers():
+                await run.load_documents(number)
+            await run.attach()
+            run.serve(accepted)
+            run.trust = self._states[run.name]
+
+    # --- heads ----------------------------------------------------------------------------------
+
+    async def _on_head(self, run: RelayRun, answer: HeadAnswer) -> int | None:
+        self._node.parents.update()
+        lock = self._locks.setdefault(run.name, asyncio.Lock())
+        async with lock:
+            state = self._states[run.name]
+            try:
+                accepted = await asyncio.to_thread(trust.accept, state, answer.envelope, now_ms())
+                if accepted.changed or run.head is None:
+                    await asyncio.to_thread(self._persist, run.store, accepted)
+            except (TrustError, MalformedError) as error:
+                if run.head is not None and error.code == "rollback":
+                    log.info("run %s: %s is behind: %s", run.name, answer.url, error)
+                    return run.head.sequence
+                log.error("run %s: head of %s is refused: %s", run.name, answer.url, error)
+                run.problem = f"{answer.url}: {error}"
+                return None
+            except ShardcastError as error:
+                log.error("run %s: head of %s cannot be kept: %s", run.name, answer.url, error)
+                run.problem = str(error)
+                return None
+            self._states[run.name] = accepted.state
+            run.problem = None
+            run.serve(accepted)
+            return accepted.head.sequence
+
+    @staticmethod
+    def _persist(store: RunStore, accepted: Accepted) -> None:
+        """Remember before anyone hears of it. Blocking."""
+        store.write_trust(accepted.state)
+        store.write_head(accepted.envelope)
+
+    def _on_change(self, run: RelayRun, url: str, state: UpstreamState) -> None:
+        if not state.live:
+            self._tell(f"run {run.name}: parent {url}: {state.error}")
+        else:
+            self._told = {text for text in self._told if url not in text}
+        self._node.parents.update()
+
+    async def _tick(self) -> None:
+        while True:
+            self._node.parents.update()
+            self._node.metrics.depth.set(self._node.depth)
+            await asyncio.sleep(TICK_S)
+
+    def _tell(self, text: str, *, level: int = logging.WARNING) -> None:
+        if text not in self._told:
+            if len(self._told) > 1000:
+                self._told.clear()
+            self._told.add(text)
+            log.log(level, "%s", text)
+
+
+async def fetch_documents(node: Node, run: RelayRun, number: int) -> bool:
+    """Bring the documents of a version here; return whether all are.
+
+    Documents that did not come are asked for again at the next call.
+    """
+    failed: set[str] = set()
+    while True:
+        absent = [d for d in await run.load_documents(number) if d.digest not in failed]
+        if not absent:
+            return not failed
+        results = await asyncio.gather(
+            *(_fetch(node, run, document) for document in absent), return_exceptions=True
+        )
+        for document, result in zip(absent, results, strict=True):
+            if isinstance(result, ShardcastError):
+                log.info(
+                    "run %s: %s %s: %s", run.name, document.kind.value, document.digest, result
+                )
+                failed.add(document.digest)
+            elif isinstance(result, BaseException):
+                raise result
+
+
+async def _fetch(node: Node, run: RelayRun, document: DocumentBlob) -> None:
+    await node.ensure(run, document)

@@ -1,0 +1,194 @@
+"""The relay's core: its runs, and how a blob that is not on disk gets there."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from relay.admission import Admission, TokenBucket
+from relay.catalog import DocumentBlob, Known
+from relay.config import RelayConfig
+from relay.fill import Fill, Fills
+from relay.metrics import Metrics
+from relay.parents import Parents, Sources
+from relay.respond import Identity
+from relay.runs import RelayRun
+from relay.siblings import Siblings
+from relay.targets import target_for
+from shardcast.errors import NetworkError, NotFoundError, ShardcastError
+from shardcast.store.run import RunStore
+from shardcast.store.store import Store
+
+log = logging.getLogger("relay.node")
+
+
+class Feed(Protocol):
+    """Where heads come from: the store itself (an origin) or the parents."""
+
+    async def run(self) -> None:
+        """Feed heads to the node until cancelled."""
+        ...
+
+    async def refresh(self, run: RelayRun) -> None:
+        """Look for a newer head now, and for documents that are known by name only."""
+        ...
+
+    async def discover(self, name: str) -> None:
+        """Look for a run that is not known yet."""
+        ...
+
+
+class Node:
+    """What handlers, feeds and background work share. Used on the event loop.
+
+    Attributes:
+        config: What the relay was told.
+        store: Its store.
+        identity: Its name in the tree.
+        runs: The runs it knows, by name.
+        draining: Whether it is about to stop.
+        sources: Where fills come from; None at an origin.
+    """
+
+    def __init__(
+        self,
+        config: RelayConfig,
+        store: Store,
+        node: str,
+        loop: asyncio.AbstractEventLoop,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.store = store
+        self.clock = clock
+        self.started = clock()
+        self.identity = Identity(node=node, via=f"1.1 shardcast-{node[:12]}")
+        self.metrics = Metrics()
+        self.admission = Admission(config.limits)
+        rate = config.limit_rate_bytes_per_s
+        self.bucket = None if rate is None else TokenBucket(rate, clock)
+        self.parents = Parents(config, node)
+        self.siblings = Siblings(config.siblings, node, clock) if config.siblings else None
+        self.sources = None if config.origin else Sources(config, node, self.parents, self.siblings)
+        self.fills = Fills(
+            loop, self.metrics, threads=config.limits.fill_threads, most=config.limits.max_fills
+        )
+        self.runs: dict[str, RelayRun] = {}
+        self.draining = False
+        self.feed: Feed | None = None
+        self.on_run: list[Callable[[RelayRun], None]] = []
+        self._discovered: dict[str, float] = {}
+        self._refreshing: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def depth(self) -> int:
+        """How far this relay is from the origin."""
+        return self.parents.depth
+
+    # --- runs -----------------------------------------------------------------------------------
+
+    def add_run(self, store: RunStore) -> RelayRun:
+        """Begin to serve a run; the same object for the same name."""
+        run = self.runs.get(store.run)
+        if run is None:
+            run = self.runs[store.run] = RelayRun(store, self.clock)
+            run.on_change.append(lambda: self._head_changed(run))
+            for hook in self.on_run:
+                hook(run)
+        return run
+
+    async def find_run(self, name: str) -> RelayRun | None:
+        """Return a run that has a head; looks for a new one at most once a second."""
+        run = self.runs.get(name)
+        if run is not None and run.head is not None:
+            return run
+        now, pause = self.clock(), self.config.limits.refresh_pause_s
+        if self.feed is not None and now - self._discovered.get(name, float("-inf")) > pause:
+            if len(self._discovered) > 1000:
+                self._discovered.clear()
+            self._discovered[name] = now
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.config.limits.refresh_wait_s):
+                    await self.feed.discover(name)
+        run = self.runs.get(name)
+        return run if run is not None and run.head is not None else None
+
+    async def refresh(self, run: RelayRun) -> None:
+        """Look for news of a run: one look at a time, at most one a second."""
+        task = self._refreshing.get(run.name)
+        if task is None:
+            if self.clock() - run.refreshed < self.config.limits.refresh_pause_s:
+                return
+            run.refreshed = self.clock()
+            task = asyncio.get_running_loop().create_task(self._refresh(run))
+            self._refreshing[run.name] = task
+            task.add_done_callback(lambda _done: self._refreshing.pop(run.name, None))
+        await asyncio.wait([task], timeout=self.config.limits.refresh_wait_s)
+
+    async def _refresh(self, run: RelayRun) -> None:
+        try:
+            if self.feed is not None:
+                await self.feed.refresh(run)
+        except ShardcastError as error:
+            log.info("run %s: refreshing the head: %s", run.name, error)
+
+    def _head_changed(self, run: RelayRun) -> None:
+        if run.head is not None:
+            self.metrics.sequence.labels(run=run.name).set(run.head.sequence)
+            self.metrics.version.labels(run=run.name).set(run.head.head.version or 0)
+
+    # --- blobs ----------------------------------------------------------------------------------
+
+    def fill(self, run: RelayRun, known: Known, *, for_sibling: bool = False) -> Fill:
+        """Return the fill of a blob, started if it is not on its way yet.
+
+        Raises:
+            NotFoundError: At an origin, or where the head has just moved on.
+            BusyError: If its place is being written otherwise.
+            NetworkError: If too much is on its way already, or a sibling asks for what comes
+                from a sibling.
+        """
+        fill = self.fills.get(run.name, known.digest)
+        if fill is not None:
+            if for_sibling and fill.lateral:
+                raise NetworkError(f"blob {known.digest} comes from a sibling at the moment")
+            return fill
+        if self.sources is None:
+            raise NotFoundError(f"blob {known.digest} of run {run.name!r} is not here")
+        if self.fills.full:
+            raise NetworkError(f"{len(self.fills.open())} blobs are on their way already")
+        if for_sibling and self.siblings is not None and self.siblings.owner(known.digest):
+            raise NetworkError(f"this relay does not own blob {known.digest}")
+        target = target_for(run, known)
+        route = self.sources.route(
+            run.name,
+            known.digest,
+            document=isinstance(known, DocumentBlob),
+            for_sibling=for_sibling,
+        )
+        return self.fills.start(target, route)
+
+    async def ensure(self, run: RelayRun, known: Known) -> None:
+        """Bring a blob here if it is not; wait until it is verified.
+
+        Raises:
+            ShardcastError: If it does not come.
+        """
+        opened = run.open_now(known) or await asyncio.to_thread(run.open, known)
+        if opened is not None:
+            opened.close()
+            return
+        fill = self.fill(run, known)
+        while not fill.done:
+            await fill.changed()
+        if fill.error is not None:
+            raise fill.error
+
+    def close_runs(self) -> None:
+        """Wake everyone who waits for a head."""
+        for run in self.runs.values():
+            run.wake()

@@ -1,0 +1,261 @@
+"""Parents: how far they are from the origin, which of them may be asked, and in which order.
+
+Loop rule: a relay's depth is the smallest depth among its live parents plus one, and it fills
+only from parents of a strictly smaller depth than its own. Every other parent (one that is
+deeper, not live, or not heard of yet) is asked as a sibling would be: for what it has on disk or
+is fetching from its own parent. So no ring of relays can wait for itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
+
+from relay.config import RelayConfig
+from relay.fill import Choice
+from relay.siblings import Siblings
+from shardcast.errors import NetworkError, SourceStatusError, StallError
+from shardcast.fetch import BlobSource, Fetched
+from shardcast.protocol.limits import KIB, MAX_DEPTH
+from shardcast.protocol.wire import NODE_HEADER, SIBLING_HEADER
+from shardcast.selector import Selector
+from shardcast.upstream import HeadWatcher
+
+log = logging.getLogger("relay.parents")
+
+ROUNDS: Final = 6
+"""How often one fill asks all its sources before it fails."""
+PAUSE_FIRST_S: Final = 0.2
+PAUSE_CAP_S: Final = 3.0
+
+
+class Parents:
+    """The relay's place in the tree. ``update`` runs on the event loop, the rest anywhere."""
+
+    def __init__(self, config: RelayConfig, node: str) -> None:
+        self.urls = [url.rstrip("/") for url in config.parents]
+        self.watchers: dict[str, HeadWatcher] = {}
+        self.depth = MAX_DEPTH if self.urls else 0
+        self.nearer: frozenset[str] = frozenset()
+        self._node = node
+        self._told: str | None = None
+
+    def report(self) -> list[dict[str, object]]:
+        """Return what is known of each parent, for status."""
+        found = []
+        for url in self.urls:
+            depth, live, node, error = self._known(url)
+            found.append(
+                {
+                    "url": url,
+                    "live": live,
+                    "depth": depth,
+                    "node": node,
+                    "used": url in self.nearer,
+                    "error": error,
+                }
+            )
+        return found
+
+    def live(self) -> bool:
+        """Say whether a parent nearer to the origin answers."""
+        return bool(self.nearer)
+
+    def update(self) -> bool:
+        """Look at what the parents said last; return whether this relay's place changed."""
+        known = {url: self._known(url) for url in self.urls}
+        depths = {
+            url: depth
+            for url, (depth, live, node, _error) in known.items()
+            if live and depth is not None and depth < MAX_DEPTH and node != self._node
+        }
+        depth = min(min(depths.values(), default=MAX_DEPTH) + 1, MAX_DEPTH)
+        nearer = frozenset(url for url, far in depths.items() if far < depth)
+        changed = depth != self.depth or nearer != self.nearer
+        self.depth, self.nearer = depth, nearer
+        if changed:
+            self._tell()
+        return changed
+
+    def _tell(self) -> None:
+        if self.nearer:
+            text = f"depth {self.depth}, filling from {', '.join(sorted(self.nearer))}"
+            level = logging.INFO
+        else:
+            text = (
+                "no parent leads to an origin (dead, deeper than 16, or a loop of parents): "
+                "serving what is here"
+            )
+            level = logging.WARNING
+        if text != self._told:
+            self._told = text
+            log.log(level, "%s", text)
+
+    def _known(self, url: str) -> tuple[int | None, bool, str | None, str | None]:
+        depth: int | None = None
+        live, node, error = False, None, None
+        for watcher in list(self.watchers.values()):
+            state = watcher.states.get(url)
+            if state is None:
+                continue
+            live = live or state.live
+            node = state.node or node
+            error = str(state.error) if state.error is not None and not state.live else error
+            if state.live and state.depth is not None:
+                depth = state.depth if depth is None else min(depth, state.depth)
+        return depth, live, node, None if live else error
+
+
+class Sources:
+    """All servers that blobs come from, and the route of each fill through them. Thread-safe."""
+
+    def __init__(
+        self,
+        config: RelayConfig,
+        node: str,
+        parents: Parents,
+        siblings: Siblings | None,
+        *,
+        rng: random.Random | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.parents = parents
+        self.siblings = siblings
+        self.clock = clock
+        self.config = config
+        self._rng = rng or random.Random()  # noqa: S311 - spreads load, keeps no secret
+        me = {NODE_HEADER: node}
+        aside = {**me, SIBLING_HEADER: node}
+        # A sibling is near and only saves the parent work: no long patience with it.
+        brisk = replace(
+            config.net,
+            connect_timeout_s=min(2.0, config.net.connect_timeout_s),
+            read_timeout_s=min(5.0, config.net.read_timeout_s),
+            header_timeout_s=min(5.0, config.net.header_timeout_s),
+            minimum_rate_bytes_per_s=max(256.0 * KIB, config.net.minimum_rate_bytes_per_s),
+            rate_window_s=min(3.0, config.net.rate_window_s),
+        )
+        self.direct = {url: BlobSource(url, config.net, headers=me) for url in parents.urls}
+        self.aside = {url: BlobSource(url, brisk, headers=aside) for url in parents.urls}
+        urls = siblings.urls if siblings is not None else []
+        self.lateral = {url: BlobSource(url, brisk, headers=aside) for url in urls}
+        self._selectors: dict[str, Selector[str]] = {}
+
+    def selector(self, run: str) -> Selector[str]:
+        """Return what is believed of the parents and siblings for one run."""
+        found = self._selectors.get(run)
+        if found is None:
+            keys = {**self.direct, **self.lateral}
+            found = Selector(keys, clock=self.clock, rng=self._rng)
+            found = self._selectors.setdefault(run, found)
+        return found
+
+    def route(self, run: str, digest: str, *, document: bool, for_sibling: bool) -> SourceRoute:
+        """Return the order of sources for one fill.
+
+        Args:
+            run: The run.
+            digest: The blob.
+            document: Documents come straight from the parent: they are small, and all wait.
+            for_sibling: A sibling asks for it, so it must come from a parent.
+        """
+        owner = None
+        if self.siblings is not None and not document and not for_sibling:
+            owner = self.siblings.owner(digest)
+        return SourceRoute(self, self.selector(run), owner, aside=not for_sibling)
+
+    def rate(self, url: str) -> float | None:
+        """Return the best known bandwidth of a parent, bytes per second."""
+        rates = [s.rating(url).bandwidth for s in list(self._selectors.values())]
+        return max((rate for rate in rates if rate is not None), default=None)
+
+    def close(self) -> None:
+        """End everything in flight and close all connections. Blocks for a moment."""
+        for source in (*self.direct.values(), *self.aside.values(), *self.lateral.values()):
+            source.close()
+
+
+class SourceRoute:
+    """The route of one fill: the owner among the siblings, then parents, round after round."""
+
+    def __init__(
+        self, sources: Sources, selector: Selector[str], owner: str | None, *, aside: bool
+    ) -> None:
+        self._sources = sources
+        self._selector = selector
+        self._owner = owner
+        self._aside = aside
+        self._tried: set[str] = set()
+        self._rounds = 0
+        self._last = sources.clock()
+
+    def next(self) -> Choice | float | None:
+        """Return a source, or seconds to wait, or None."""
+        sources = self._sources
+        if self._owner is not None:
+            owner, self._owner = self._owner, None
+            if not self._selector.rating(owner).banned:
+                self._selector.started(owner)
+                return Choice(sources.lateral[owner], lateral=True)
+        nearer = sources.parents.nearer
+        distant = [url for url in sources.direct if url not in nearer]
+        url = self._selector.pick([*self._tried, *distant, *sources.lateral])
+        if url is not None:
+            self._tried.add(url)
+            self._selector.started(url)
+            return Choice(sources.direct[url], lateral=False)
+        if self._aside:
+            for url in distant:
+                if url not in self._tried and not self._selector.rating(url).banned:
+                    self._tried.add(url)
+                    self._selector.started(url)
+                    return Choice(sources.aside[url], lateral=True)
+        return self._pause()
+
+    def _pause(self) -> float | None:
+        self._rounds += 1
+        spent = self._sources.clock() - self._last
+        if self._rounds >= ROUNDS or spent > self._sources.config.limits.fill_deadline_s:
+            return None
+        if not self._sources.parents.nearer and self._rounds > 1:
+            return None
+        self._tried.clear()
+        return float(min(PAUSE_FIRST_S * 2.0**self._rounds, PAUSE_CAP_S))
+
+    def succeeded(self, choice: Choice, fetched: Fetched) -> None:
+        """Rate the source."""
+        self._selector.succeeded(
+            choice.source.url, fetched.bytes, fetched.seconds, rate=not fetched.from_fill
+        )
+
+    def failed(self, choice: Choice, error: NetworkError) -> None:
+        """Try another; a source that merely has not got the blob yet is not to blame."""
+        url = choice.source.url
+        if isinstance(error, SourceStatusError) and error.status in (404, 429, 503):
+            rest = 0.0 if error.status == 404 else min(error.retry_after or 0.2, PAUSE_CAP_S)
+            self._selector.dropped(url, rest_s=0.0 if choice.lateral else rest)
+            return
+        self._selector.failed(url)
+        if choice.lateral and self._sources.siblings is not None:
+            self._sources.siblings.suspect(url)
+        if isinstance(error, StallError):
+            log.warning("%s is too slow or silent: %s", url, error)
+
+    def wrong(self, choice: Choice, *, stitched: bool) -> None:
+        """Ban who is certainly to blame."""
+        url = choice.source.url
+        if stitched:
+            self._selector.dropped(url)
+            return
+        seconds = self._sources.config.net.ban_s
+        log.error("%s sent a wrong blob: not asked again for %.0f s for this run", url, seconds)
+        self._selector.failed(url)
+        self._selector.banned(url, seconds)
+
+    def dropped(self, choice: Choice) -> None:
+        """Nothing is known."""
+        self._selector.dropped(choice.source.url)

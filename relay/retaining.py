@@ -1,0 +1,120 @@
+"""Retention: which versions leave the disk. Nothing is deleted under a reader."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from relay.node import Node
+from relay.runs import RelayRun
+from shardcast.errors import BusyError, ShardcastError
+from shardcast.store.retention import Held, Keep, choose_evictions, collect
+
+log = logging.getLogger("relay.retaining")
+
+EVERY_S = 5.0
+
+
+def keep_of(node: Node) -> Keep:
+    """Return what the options say."""
+    config = node.config
+    return Keep(
+        count=config.keep,
+        quota_bytes=config.quota_bytes,
+        max_age_ms=None if config.keep_for_s is None else int(config.keep_for_s * 1000),
+    )
+
+
+def choose(node: Node, run: RelayRun, held: list[Held], staged: set[int]) -> tuple[int, ...]:
+    """Choose what to evict: what the head dropped, then what is over a bound. Pure.
+
+    The newest whole version stays whatever happens, so does what is newer (it is on its way),
+    what was asked for a moment ago, and anything while there is no head.
+    """
+    if run.head is None or not held:
+        return ()
+    head = run.head.head
+    now = node.clock()
+    newest = run.complete_version()
+    recent = {n for n, at in run.used.items() if now - at < node.config.limits.recent_s}
+    on_way = {v.number for v in held if newest is None or v.number >= newest}
+    protected = recent | on_way
+    named = {ref.version for ref in head.versions}
+    if head.open is not None:
+        named.add(head.open.version)
+    newest_named = max(named, default=0)
+    dropped = {v.number for v in held if v.number not in named and v.number <= newest_named}
+    if node.config.origin:
+        # Uploads and local publications under way are staged, and nothing names them yet.
+        dropped -= staged
+    kept = [v for v in held if v.number not in dropped]
+    over = choose_evictions(kept, keep_of(node), protected)
+    return tuple(sorted((dropped - protected) | set(over)))
+
+
+class Retention:
+    """Removes versions in the background."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._collected: dict[str, int] = {}
+
+    async def run(self) -> None:
+        """Look every few seconds until cancelled."""
+        while True:
+            await asyncio.sleep(EVERY_S)
+            for run in list(self._node.runs.values()):
+                try:
+                    await self.apply(run)
+                except ShardcastError as error:
+                    log.warning("run %s: retention: %s", run.name, error)
+
+    async def apply(self, run: RelayRun) -> None:
+        """Evict what one run does not need."""
+        held, staged = await asyncio.to_thread(self._held, run)
+        evict = choose(self._node, run, held, staged)
+        sequence = run.head.sequence if run.head is not None else 0
+        if not evict and self._collected.get(run.name) == sequence:
+            return
+        self._collected[run.name] = sequence
+        claimed = {number for number, _shard in run.claims}
+        evict = tuple(number for number in evict if number not in claimed)
+        for number in evict:
+            run.stored.pop(number, None)
+        if run.uploads:  # documents of uploads under way are named by nothing yet
+            gone = await asyncio.to_thread(
+                lambda: tuple(number for number in evict if run.store.evict(number))
+            )
+        else:
+            gone = await asyncio.to_thread(self._collect, run, evict)
+        for number in gone:
+            run.used.pop(number, None)
+            self._node.metrics.evicted.inc()
+            log.info("run %s: version %d evicted", run.name, number)
+        await run.attach()
+
+    def _held(self, run: RelayRun) -> tuple[list[Held], set[int]]:
+        """Return what is on disk. Blocking."""
+        held = []
+        staged = set(run.store.staged())
+        for number in {*run.store.committed(), *staged}:
+            stored = run.store.stored(number)
+            if stored is None:
+                continue
+            try:
+                born = stored.directory.stat().st_ctime
+            except OSError:
+                continue
+            age_ms = int(max(0.0, time.time() - born) * 1000)
+            held.append(Held(number, stored.version.layout.total_bytes, age_ms))
+        return held, staged
+
+    def _collect(self, run: RelayRun, numbers: tuple[int, ...]) -> tuple[int, ...]:
+        """Evict, and remove documents that nothing names any more. Blocking."""
+        lock = run.store.lock("publish", what=f"retention of run {run.name!r}")
+        try:
+            with lock:
+                return collect(run.store, numbers).versions
+        except BusyError:
+            return ()  # a publisher is at work; it collects by itself

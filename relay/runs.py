@@ -1,0 +1,349 @@
+"""One run as the relay sees it: its head, what its digests are, and where their bytes lie."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Final
+
+from relay.catalog import Catalog, DataBlob, DocumentBlob, Known, Parsed, ShardBlob, parse_document
+from relay.shelf import Shelf
+from shardcast.errors import BusyError, DiskError, MalformedError, ShardcastError
+from shardcast.protocol import trust, wire
+from shardcast.protocol.digest import digest_of
+from shardcast.protocol.head import Head
+from shardcast.protocol.manifest import Version
+from shardcast.protocol.trust import Accepted, TrustState
+from shardcast.store.run import RunStore
+from shardcast.store.stored import Durability, ShardState, StoredVersion
+
+log = logging.getLogger("relay.runs")
+
+_READ_LIMIT: Final = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class ServedHead:
+    """The head that is served: its bytes verbatim, and what clients compare."""
+
+    envelope: bytes
+    etag: str
+    head: Head
+
+    @property
+    def sequence(self) -> int:
+        """Its sequence."""
+        return self.head.sequence
+
+
+@dataclass(slots=True)
+class Opened:
+    """A blob ready to be sent: ``length`` bytes at ``offset`` of ``fd``. Close it."""
+
+    fd: int
+    offset: int
+    length: int
+    stored: StoredVersion | None = None
+
+    def close(self) -> None:
+        """Close the descriptor and give the lease back. Further calls do nothing."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+            if self.stored is not None:
+                self.stored.release_lease()
+
+
+class RelayRun:
+    """State of one run. Used on the event loop, except where a method says that it blocks.
+
+    Attributes:
+        name: The run.
+        store: Its directory.
+        shelf: Its documents and delta blobs.
+        catalog: What each digest is.
+        head: What is served, None before the first accepted head.
+        trust: What is trusted and was seen last.
+        stored: Versions on disk, by number.
+        used: When a version was last asked for (monotonic).
+        problem: Why the run is not followed at the moment, for people.
+        claims: Extents (version, shard) that somebody writes at the moment. Whoever wants to
+            write one claims it first, on the event loop: unverified bytes never land on verified
+            ones.
+        uploads: Versions that are being uploaded.
+    """
+
+    def __init__(self, store: RunStore, clock: Callable[[], float] = time.monotonic) -> None:
+        self.name = store.run
+        self.store = store
+        self.shelf = Shelf(store)
+        self.catalog = Catalog(store.run)
+        self.head: ServedHead | None = None
+        self.trust: TrustState | None = None
+        self.stored: dict[int, StoredVersion] = {}
+        self.used: dict[int, float] = {}
+        self.problem: str | None = None
+        self.claims: set[tuple[int, int]] = set()
+        self.uploads = 0
+        self.refreshed = float("-inf")
+        self.on_change: list[Callable[[], None]] = []
+        self._clock = clock
+        self._waiters: list[asyncio.Future[None]] = []
+        self._documents = asyncio.Lock()
+        self._commits = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do something in the background; ``close`` waits for it."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Wait for what runs in the background."""
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # --- the head -----------------------------------------------------------------------------
+
+    def serve(self, accepted: Accepted) -> None:
+        """Serve an accepted head from now on, and wake whoever waits for it."""
+        self.trust = accepted.state
+        if self.head is not None and self.head.envelope == accepted.envelope:
+            return
+        etag = wire.head_etag(digest_of(accepted.envelope))
+        self.head = ServedHead(accepted.envelope, etag, accepted.head)
+        self.took(self.catalog.set_head(accepted.head))
+        log.info(
+            "run %s: head %d, version %s%s",
+            self.name,
+            accepted.head.sequence,
+            accepted.head.version,
+            ", expired" if accepted.expired else "",
+        )
+        self.wake()
+        for hook in self.on_change:
+            hook()
+
+    def wake(self) -> None:
+        """Let everyone who waits for a head look again."""
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def wait_head(self, after: int, seconds: float, stopped: Callable[[], bool]) -> None:
+        """Wait until the head's sequence is above ``after``, time is up, or all shall stop."""
+        deadline = self._clock() + seconds
+        while not stopped() and (self.head is None or self.head.sequence <= after):
+            left = deadline - self._clock()
+            if left <= 0:
+                return
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            try:
+                async with asyncio.timeout(left):
+                    await waiter
+            except TimeoutError:
+                return
+            finally:
+                with contextlib.suppress(ValueError):
+                    self._waiters.remove(waiter)
+
+    # --- documents --------------------------------------------------------------------------------
+
+    def took(self, versions: list[Version]) -> None:
+        """Check versions that the catalog has just put together."""
+        for version in versions:
+            try:
+                if self.trust is not None:
+                    trust.check_version(self.trust, version)
+            except ShardcastError as error:
+                log.error("run %s: version %d is not usable: %s", self.name, version.number, error)
+                self.catalog.reject(version.number, str(error))
+
+    def learn(self, digest: str, document: Parsed | None) -> None:
+        """Take in a document that has just become known."""
+        self.took(self.catalog.learn(digest, document))
+
+    async def load_documents(self, number: int) -> list[DocumentBlob]:
+        """Take in the documents of a version that are on disk; return those that are not."""
+        async with self._documents:
+            absent: set[str] = set()
+            while True:
+                wanted = [
+                    document
+                    for document in self.catalog.missing_documents(number)
+                    if document.digest not in absent
+                ]
+                if not wanted:
+                    return [
+                        document
+                        for document in self.catalog.missing_documents(number)
+                        if document.digest in absent
+                    ]
+                for document in wanted:
+                    found = await asyncio.to_thread(self.read_document, document)
+                    if found is None:
+                        absent.add(document.digest)
+                    else:
+                        self.learn(document.digest, found[0])
+
+    def read_document(self, document: DocumentBlob) -> tuple[Parsed | None] | None:
+        """Read and parse a document from disk; None if it is not there. Blocking.
+
+        A document that is there and malformed gives ``(None,)``.
+        """
+        try:
+            data = self.store.read_blob(document.digest)
+        except DiskError as error:
+            log.warning("run %s: %s", self.name, error)
+            return None
+        return None if data is None else (self.parse(document, data),)
+
+    def parse(self, document: DocumentBlob, data: bytes) -> Parsed | None:
+        """Parse a document; None if it is malformed, which only its publisher can be to blame for."""
+        try:
+            return parse_document(document.kind, data)
+        except MalformedError as error:
+            log.error(
+                "run %s: %s %s is malformed: %s",
+                self.name,
+                document.kind.value,
+                document.digest,
+                error,
+            )
+            return None
+
+    # --- versions on disk ---------------------------------------------------------------------
+
+    async def attach(self) -> None:
+        """Look which known versions are on disk now (others may have written or removed them)."""
+        known = {version.number: version for version in self.catalog.versions()}
+        found = await asyncio.to_thread(self._look, known)
+        for number in list(self.stored):
+            if number not in found and (number not in known or not self.stored[number].alive):
+                del self.stored[number]
+        self.stored.update(found)
+
+    def _look(self, known: dict[int, Version]) -> dict[int, StoredVersion]:
+        found: dict[int, StoredVersion] = {}
+        for number, version in known.items():
+            try:
+                stored = self.store.stored(number)
+                if stored is not None and stored.version.layout_digest == version.layout_digest:
+                    stored.update(version)
+                    found[number] = stored
+            except ShardcastError as error:
+                log.warning("run %s: version %d on disk: %s", self.name, number, error)
+        return found
+
+    def stage(self, version: Version) -> StoredVersion:
+        """Make room for a version on disk. Blocking.
+
+        Raises:
+            DiskFullError: If there is none.
+            StateError: If its number is taken by something else.
+        """
+        stored = self.store.stage(version)
+        self.stored[version.number] = stored
+        return stored
+
+    async def commit_complete(self, durability: Durability = Durability.NONE) -> None:
+        """Give every complete staged version its final name."""
+        async with self._commits:
+            for number, stored in list(self.stored.items()):
+                if stored.complete and not stored.committed:
+                    try:
+                        await asyncio.to_thread(self.store.commit, number, durability)
+                    except ShardcastError as error:
+                        log.error("run %s: version %d: %s", self.name, number, error)
+                        continue
+                    log.info("run %s: version %d is complete", self.name, number)
+
+    def complete_version(self) -> int | None:
+        """Return the newest version of the head that is whole on disk, or None."""
+        if self.head is None:
+            return None
+        for ref in self.head.head.versions:
+            stored = self.stored.get(ref.version)
+            if stored is not None and stored.complete and stored.damaged is None:
+                return ref.version
+        return None
+
+    # --- bytes --------------------------------------------------------------------------------
+
+    def find(self, digest: str) -> Known | None:
+        """Return what a digest is, or None."""
+        return self.catalog.find(digest)
+
+    def touch(self, known: Known) -> None:
+        """Note that a blob was asked for."""
+        if isinstance(known, ShardBlob):
+            self.used[known.places[0].version] = self._clock()
+
+    def open_now(self, known: Known) -> Opened | None:
+        """Open a blob if that takes no reading of its bytes; else None."""
+        if isinstance(known, ShardBlob):
+            return self._open_shard(known, only_verified=True)
+        if self.shelf.verified(known.digest):
+            return self._open_shelf(known)
+        return None
+
+    def open(self, known: Known) -> Opened | None:
+        """Open a blob that is good on disk, or return None. Blocking: it may have to be hashed."""
+        if isinstance(known, ShardBlob):
+            return self._open_shard(known, only_verified=False)
+        return self._open_shelf(known)
+
+    def _open_shelf(self, known: DocumentBlob | DataBlob) -> Opened | None:
+        found = self.shelf.open(known.digest)
+        return None if found is None else Opened(found[0], 0, found[1])
+
+    def _open_shard(self, known: ShardBlob, *, only_verified: bool) -> Opened | None:
+        for place in known.places:
+            stored = self.stored.get(place.version)
+            if stored is None:
+                continue
+            state = stored.state(place.shard)
+            if state is ShardState.MISSING or (only_verified and state is not ShardState.VERIFIED):
+                continue
+            opened = _open_extent(stored, place.shard)
+            if opened is not None:
+                return opened
+        return None
+
+
+def _open_extent(stored: StoredVersion, shard: int) -> Opened | None:
+    """Open a shard's file, leased; then see whether its bytes are good."""
+    extent = stored.version.layout.extent(shard)
+    try:
+        stored.acquire_lease()
+    except (BusyError, OSError, ValueError):
+        return None
+    try:
+        fd = stored.open_file(extent.file)
+    except (ShardcastError, OSError):
+        stored.release_lease()
+        return None
+    opened = Opened(fd, extent.offset, extent.length, stored)
+    try:
+        good = stored.confirm(shard)
+    except (ShardcastError, OSError) as error:
+        log.warning("version %d, shard %d: %s", stored.version.number, shard, error)
+        good = False
+    if not good:
+        log.error(
+            "version %d, shard %d is not good on disk: %s",
+            stored.version.number,
+            shard,
+            stored.damaged or "to be fetched again",
+        )
+        opened.close()
+        return None
+    return opened

@@ -1,0 +1,180 @@
+"""Sending one blob: from disk, or from a fill while it arrives."""
+
+from __future__ import annotations
+
+import asyncio
+
+from aiohttp import web
+
+from relay import respond
+from relay.catalog import DataBlob, Known, ShardBlob
+from relay.fill import Fill, State, status_of
+from relay.node import Node
+from relay.respond import AbortedResponseError
+from relay.runs import Opened, RelayRun
+from shardcast.errors import DiskFullError, NetworkError, NotFoundError, ShardcastError
+from shardcast.protocol import wire
+from shardcast.protocol.wire import UnsatisfiableRangeError
+
+
+class BlobServer:
+    """Answers GET and HEAD of blobs."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    async def answer(
+        self, request: web.BaseRequest, run: RelayRun, digest: str, common: dict[str, str]
+    ) -> web.StreamResponse:
+        """Answer one request; the response may have been sent already when this returns."""
+        node = self._node
+        for_sibling = wire.parse_node(request.headers.get(wire.SIBLING_HEADER)) is not None
+        known = run.find(digest)
+        if known is None:
+            await node.refresh(run)
+            known = run.find(digest)
+            if known is None:
+                return respond.error_answer(
+                    404, "not_found", f"no head of run {run.name!r} reaches blob {digest}"
+                )
+        run.touch(known)
+        unchanged = respond.unchanged_answer(request, digest)
+        if unchanged is not None:
+            return unchanged
+        opened = run.open_now(known) or await asyncio.to_thread(run.open, known)
+        if opened is not None:
+            try:
+                return await self._from_disk(request, digest, opened, wire.SOURCE_DISK, common)
+            finally:
+                opened.close()
+        if request.method == "HEAD" and isinstance(known, (ShardBlob, DataBlob)) and node.sources:
+            response = respond.blob_response(digest, wire.SOURCE_FILL, known.length, None)
+            return await _start(request, response, common)
+        return await self._by_fill(request, run, known, for_sibling, common)
+
+    async def _from_disk(
+        self,
+        request: web.BaseRequest,
+        digest: str,
+        opened: Opened,
+        source: str,
+        common: dict[str, str],
+    ) -> web.StreamResponse:
+        try:
+            part = respond.requested_range(request, digest, opened.length)
+        except UnsatisfiableRangeError as error:
+            return respond.unsatisfiable_answer(error, opened.length)
+        response = respond.blob_response(digest, source, opened.length, part)
+        await _start(request, response, common)
+        if request.method == "HEAD":
+            return response
+        offset, count = (0, opened.length) if part is None else (part.start, part.length)
+        await self._send(request, response, opened.fd, opened.offset + offset, count, source)
+        return response
+
+    async def _send(
+        self,
+        request: web.BaseRequest,
+        response: web.StreamResponse,
+        fd: int,
+        offset: int,
+        count: int,
+        source: str,
+    ) -> None:
+        """Send bytes, or cut the connection."""
+        try:
+            await respond.send_file(request, fd, offset, count, self._node.bucket)
+        except AbortedResponseError:
+            self._abort(request, response)
+            raise
+        except (ConnectionError, asyncio.CancelledError):
+            response.force_close()
+            respond.abort(request)
+            raise
+        self._node.metrics.sent.labels(source=source).inc(count)
+
+    def _abort(self, request: web.BaseRequest, response: web.StreamResponse) -> None:
+        self._node.metrics.aborted.inc()
+        response.force_close()
+        respond.abort(request)
+
+    # --- fills ----------------------------------------------------------------------------------
+
+    async def _by_fill(
+        self,
+        request: web.BaseRequest,
+        run: RelayRun,
+        known: Known,
+        for_sibling: bool,
+        common: dict[str, str],
+    ) -> web.StreamResponse:
+        digest = known.digest
+        try:
+            fill = self._node.fill(run, known, for_sibling=for_sibling)
+        except NotFoundError as error:
+            return respond.error_answer(404, "not_found", error.message)
+        except ShardcastError as error:
+            return respond.busy_answer(error.message)
+        with fill.reading():
+            whole_at_once = request.method == "HEAD" or "Range" in request.headers
+            while not fill.done and (whole_at_once or fill.released == 0):
+                await fill.changed()
+                if for_sibling and fill.lateral and not fill.done:
+                    return respond.busy_answer(f"blob {digest} comes from a sibling")
+            if fill.state is State.FAILED:
+                return _failed(digest, fill)
+            if fill.state is not State.VERIFIED:
+                return await self._follow(request, fill, for_sibling, common)
+            assert fill.total is not None
+            arrived = Opened(fill.fd, fill.base, fill.total)
+            return await self._from_disk(request, digest, arrived, wire.SOURCE_FILL, common)
+
+    async def _follow(
+        self, request: web.BaseRequest, fill: Fill, for_sibling: bool, common: dict[str, str]
+    ) -> web.StreamResponse:
+        """Send a blob while it arrives, its last piece once it is verified."""
+        assert fill.total is not None
+        total, generation = fill.total, fill.generation
+        response = respond.blob_response(fill.target.digest, wire.SOURCE_FILL, total, None)
+        await _start(request, response, common)
+        position = 0
+        while position < total:
+            if (
+                fill.state is State.FAILED
+                or fill.generation != generation
+                or (for_sibling and fill.lateral and not fill.done)
+            ):
+                self._abort(request, response)
+                raise AbortedResponseError(f"blob {fill.target.digest} did not come as it began")
+            released = fill.released
+            if released > position:
+                await self._send(
+                    request,
+                    response,
+                    fill.fd,
+                    fill.base + position,
+                    released - position,
+                    wire.SOURCE_FILL,
+                )
+                position = released
+            else:
+                await fill.changed()
+        return response
+
+
+def _failed(digest: str, fill: Fill) -> web.Response:
+    error = fill.error
+    if isinstance(error, DiskFullError):
+        return respond.busy_answer(f"no room for blob {digest}: {error.message}", 5)
+    if status_of(error) == 404:
+        return respond.busy_answer(f"no parent has blob {digest} yet")
+    text = error.message if isinstance(error, NetworkError) else str(error)
+    return respond.busy_answer(f"blob {digest} did not come: {text}")
+
+
+async def _start(
+    request: web.BaseRequest, response: web.StreamResponse, common: dict[str, str]
+) -> web.StreamResponse:
+    response.headers.update(common)
+    await response.prepare(request)
+    return response

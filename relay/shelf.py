@@ -1,0 +1,109 @@
+"""Documents and delta blobs on disk: verified once per process, then served as they lie there."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+
+from blake3 import blake3
+
+from shardcast.store.files import COPY_CHUNK_BYTES, disk_errors, read_into
+from shardcast.store.run import RunStore
+
+log = logging.getLogger("relay.shelf")
+
+_Stamp = tuple[int, int, int]
+
+
+class Shelf:
+    """The ``blobs/`` of one run. Thread-safe; everything blocks, if only for a moment."""
+
+    def __init__(self, store: RunStore) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._verified: dict[str, _Stamp] = {}
+
+    def open(self, digest: str) -> tuple[int, int] | None:
+        """Open a blob that is good on disk now: its descriptor (the caller closes it) and size.
+
+        The first time, and whenever the file has changed, it is hashed; what is not good is
+        removed, so that it will be fetched again.
+        """
+        try:
+            fd = os.open(self._store.blob_path(digest), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            return None
+        try:
+            if self._good(fd, digest):
+                return fd, os.fstat(fd).st_size
+        except OSError as error:
+            log.warning("blob %s cannot be read: %s", digest, error)
+        os.close(fd)
+        self._store.remove_blob(digest)
+        return None
+
+    def verified(self, digest: str) -> bool:
+        """Say whether a blob was verified in this process (it may have been removed since)."""
+        return digest in self._verified
+
+    def holds(self, digest: str) -> bool:
+        """Say whether a blob is good on disk now."""
+        opened = self.open(digest)
+        if opened is None:
+            return False
+        os.close(opened[0])
+        return True
+
+    def keep(self, digest: str, temporary: os.PathLike[str], fd: int) -> None:
+        """Move a verified file to its place.
+
+        It is not synced: after a power cut it is hashed before it is used, and fetched again.
+
+        Raises:
+            DiskError: If the system refuses.
+        """
+        path = self._store.blob_path(digest)
+        with disk_errors(path, "keeping"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(temporary, path)
+            stamp = _stamp(fd)
+        with self._lock:
+            self._verified[digest] = stamp
+
+    def forget(self, digest: str) -> None:
+        """Remove a blob."""
+        with self._lock:
+            self._verified.pop(digest, None)
+        self._store.remove_blob(digest)
+
+    def _good(self, fd: int, digest: str) -> bool:
+        stamp = _stamp(fd)
+        if self._verified.get(digest) == stamp:
+            return True
+        hasher, done = blake3(), 0
+        buffer = memoryview(bytearray(min(COPY_CHUNK_BYTES, stamp[0] or 1)))
+        while done < stamp[0]:
+            got = read_into(fd, buffer[: min(len(buffer), stamp[0] - done)], done)
+            if not got:
+                break
+            hasher.update(buffer[:got])
+            done += got
+        if hasher.hexdigest() != digest:
+            log.warning("blob %s was damaged on disk; it is removed and fetched again", digest)
+            return False
+        with self._lock:
+            self._verified[digest] = stamp
+        return True
+
+
+def _stamp(fd: int) -> _Stamp:
+    stat = os.fstat(fd)
+    return stat.st_size, stat.st_mtime_ns, stat.st_ino
+
+
+def remove_quietly(path: os.PathLike[str]) -> None:
+    """Remove a temporary file; what is gone already is fine."""
+    with contextlib.suppress(OSError):
+        os.unlink(path)

@@ -1,0 +1,134 @@
+"""What the relay tells people and tools about itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import shardcast
+from relay.clients import Clients
+from relay.config import Prefetch
+from relay.node import Node
+from relay.runs import RelayRun
+
+MOST_FILLS = 100
+
+
+def runs_document(node: Node) -> dict[str, Any]:
+    """Return the names of the runs that have a head, and their newest versions."""
+    served = {run.name: run for run in node.runs.values() if run.head is not None}
+    return {
+        "runs": sorted(served),
+        "heads": {
+            name: {"sequence": run.head.sequence, "version": run.head.head.version}
+            for name, run in sorted(served.items())
+            if run.head is not None
+        },
+    }
+
+
+def status_document(node: Node, clients: Clients) -> dict[str, Any]:
+    """Return everything worth knowing."""
+    parents = node.parents.report()
+    if node.sources is not None:
+        for parent in parents:
+            parent["bytes_per_s"] = node.sources.rate(str(parent["url"]))
+    return {
+        "software": f"shardcast/{shardcast.__version__}",
+        "node": node.identity.node,
+        "role": "origin" if node.config.origin else "relay",
+        "depth": node.depth,
+        "uptime_s": round(node.clock() - node.started, 1),
+        "draining": node.draining,
+        "prefetch": str(node.config.prefetch),
+        "ready": ready_problem(node) is None,
+        "runs": {name: run_document(run) for name, run in sorted(node.runs.items())},
+        "parents": parents,
+        "siblings": node.siblings.report() if node.siblings is not None else [],
+        "children": clients.report(),
+        "connections": node.admission.connections,
+        "fills": [
+            {
+                "run": fill.target.run,
+                "digest": fill.target.digest,
+                "bytes": fill.watermark,
+                "total": fill.total,
+                "source": fill.source,
+            }
+            for fill in node.fills.open()[:MOST_FILLS]
+        ],
+    }
+
+
+def run_document(run: RelayRun) -> dict[str, Any]:
+    """Return how one run stands."""
+    found: dict[str, Any] = {"problem": run.problem, "head": None, "versions": []}
+    if run.head is None:
+        return found
+    head = run.head.head
+    found["head"] = {
+        "sequence": head.sequence,
+        "issued_at": head.issued_at,
+        "expires_at": head.expires_at,
+        "version": head.version,
+        "open": head.open.version if head.open is not None else None,
+        "hold": head.hold,
+        "withdrawn": head.withdrawn,
+    }
+    found["complete"] = run.complete_version()
+    found["versions"] = [_version_document(run, number) for number in run.catalog.numbers()]
+    return found
+
+
+def _version_document(run: RelayRun, number: int) -> dict[str, Any]:
+    version = run.catalog.version(number)
+    stored = run.stored.get(number)
+    shards = None if version is None else version.layout.shard_count
+    present = 0 if stored is None else len(stored.present())
+    return {
+        "version": number,
+        "step": None if version is None else version.layout.step,
+        "manifest": None if version is None else version.manifest,
+        "bytes": None if version is None else version.layout.total_bytes,
+        "shards": shards,
+        "present": present,
+        "complete": stored is not None and stored.complete,
+        "damaged": None if stored is None else stored.damaged,
+        "problem": run.catalog.problem(number),
+    }
+
+
+def peers_document(node: Node, run: RelayRun) -> dict[str, Any]:
+    """Return the neighbours that serve a run: live siblings, then parents."""
+    siblings = node.siblings.live() if node.siblings is not None else {}
+    peers: list[dict[str, object]] = [
+        {"url": url, "node": name, "kind": "sibling"} for name, url in siblings.items()
+    ]
+    peers += [
+        {"url": parent["url"], "node": parent["node"], "kind": "parent", "depth": parent["depth"]}
+        for parent in node.parents.report()
+        if parent["live"]
+    ]
+    return {"run": run.name, "node": node.identity.node, "depth": node.depth, "peers": peers}
+
+
+def ready_problem(node: Node) -> str | None:
+    """Return why the relay is not ready to take load, or None.
+
+    Ready: it listens, does not drain, and the newest version of every run is whole here, or
+    comes on demand.
+    """
+    if node.draining:
+        return "draining"
+    if not node.config.origin and node.config.prefetch is not Prefetch.ALL:
+        return None
+    for run in node.runs.values():
+        if run.head is None:
+            if node.config.origin:
+                continue
+            return f"run {run.name}: no head yet"
+        newest = run.head.head.version
+        if newest is not None and run.complete_version() != newest:
+            return f"run {run.name}: version {newest} is not whole yet"
+    if not node.config.origin and not node.runs:
+        return "no run yet"
+    return None

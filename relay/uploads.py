@@ -1,0 +1,332 @@
+"""Versions that are being uploaded: what their documents say so far, and where shards go.
+
+Nothing here is served: a version becomes visible by the head that names it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+
+import msgspec
+
+from relay.copies import copy_local
+from relay.runs import RelayRun
+from relay.threads import in_thread
+from shardcast.errors import MalformedError, ShardcastError
+from shardcast.protocol import manifest as manifests
+from shardcast.protocol.delta import DELTA_FORMAT, DeltaPart, decode_delta_part
+from shardcast.protocol.head import Head, OpenRef, VersionRef
+from shardcast.protocol.layout import (
+    LAYOUT_FORMAT,
+    PART_FORMAT,
+    Layout,
+    Part,
+    decode_layout,
+    decode_part,
+)
+from shardcast.protocol.manifest import Manifest, Version
+from shardcast.store.stored import ShardState, StoredVersion
+
+log = logging.getLogger("relay.uploads")
+
+Document = Layout | Part | Manifest | DeltaPart
+
+
+class _AnyFormat(msgspec.Struct):
+    format: str
+
+
+class TooManyUploadsError(ShardcastError):
+    """As many versions as the relay can hold are being uploaded already."""
+
+
+def decode_any(data: bytes) -> Document:
+    """Decode an uploaded document by the format that it names.
+
+    Raises:
+        MalformedError: If it is none of ours.
+    """
+    try:
+        kind = msgspec.json.decode(data, type=_AnyFormat).format
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise MalformedError("it is not a document") from error
+    match kind:
+        case manifests.MANIFEST_FORMAT:
+            return manifests.decode_manifest(data)
+        case _ if kind == LAYOUT_FORMAT:
+            return decode_layout(data)
+        case _ if kind == PART_FORMAT:
+            return decode_part(data)
+        case _ if kind == DELTA_FORMAT:
+            return decode_delta_part(data)
+    raise MalformedError(f"it is a document of format {kind[:80]!r}, which nobody uploads")
+
+
+@dataclass
+class Upload:
+    """One version on its way, known by its layout."""
+
+    layout_digest: str
+    touched: float
+    layout: Layout | None = None
+    parts: dict[str, Part] = field(default_factory=dict)
+    manifest: tuple[str, Manifest] | None = None
+    delta_parts: dict[str, DeltaPart] = field(default_factory=dict)
+    blobs: dict[str, int] = field(default_factory=dict)
+    stored: StoredVersion | None = None
+    index: dict[str, int] = field(default_factory=dict)
+    copying: asyncio.Task[None] | None = None
+
+    def take(self, digest: str, document: Document) -> None:
+        """Take in a document of this version."""
+        match document:
+            case Layout():
+                self.layout = document
+            case Part():
+                self.parts[digest] = document
+            case Manifest():
+                self.manifest = (digest, document)
+            case DeltaPart():
+                self.delta_parts[digest] = document
+                self.blobs.update({blob.digest: blob.bytes for blob in document.blobs})
+
+    def version(self, run: str) -> Version | None:
+        """Return what the documents so far say, None before the layout.
+
+        Raises:
+            TrustError: If they do not belong together.
+        """
+        layout = self.layout
+        if layout is None:
+            return None
+        if self.manifest is not None and all(d in self.parts for d in self.manifest[1].parts):
+            digest, manifest = self.manifest
+            ref = VersionRef(
+                version=layout.version,
+                step=layout.step,
+                manifest=digest,
+                bytes=layout.total_bytes,
+                deltas=[],
+            )
+            parts = [self.parts[d] for d in manifest.parts]
+            return manifests.assemble(ref, run, manifest, layout, parts)
+        ref_open = OpenRef(
+            version=layout.version,
+            step=layout.step,
+            layout=self.layout_digest,
+            parts=list(self.parts),
+            deltas=[],
+        )
+        return manifests.assemble_open(ref_open, run, layout, list(self.parts.values()))
+
+
+def layout_of(digest: str, document: Document) -> str:
+    """Return the digest of the layout that a document belongs to."""
+    return digest if isinstance(document, Layout) else document.layout
+
+
+class Uploads:
+    """All uploads to one run. Used on the event loop.
+
+    Args:
+        run: The run.
+        most: How many versions may be on their way at once.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, run: RelayRun, most: int, clock: Callable[[], float]) -> None:
+        self.run = run
+        self._most = most
+        self._clock = clock
+        self._by_layout: dict[str, Upload] = {}
+        self._lock = asyncio.Lock()
+
+    async def register(self, digest: str, document: Document) -> None:
+        """Take in a document whose bytes are in ``blobs/``; make room for its version.
+
+        Raises:
+            TooManyUploadsError: If too many versions are on their way.
+            TrustError: If it does not belong to the documents that came before.
+            StateError: If the version number is taken by other content.
+            DiskFullError: If there is no room.
+        """
+        async with self._lock:
+            key = layout_of(digest, document)
+            upload = self._by_layout.get(key)
+            if upload is None:
+                if len(self._by_layout) >= self._most:
+                    raise TooManyUploadsError(
+                        f"{self._most} versions of run {self.run.name!r} are being uploaded already"
+                    )
+                upload = self._by_layout[key] = Upload(key, self._clock())
+                self.run.uploads = len(self._by_layout)
+            upload.touched = self._clock()
+            upload.take(digest, document)
+            try:
+                await self._grow(upload)
+            except ShardcastError:
+                if upload.stored is None:
+                    self._drop(key)
+                raise
+
+    async def _grow(self, upload: Upload) -> None:
+        version = upload.version(self.run.name)
+        if version is None:
+            return
+        upload.stored = await in_thread(lambda: self.run.store.stage(version))
+        upload.index = {}
+        for shard, digest in enumerate(version.digests):
+            if digest is not None:
+                upload.index.setdefault(digest, shard)
+        if version.complete and upload.copying is None:
+            upload.copying = asyncio.create_task(self._copy(upload))
+
+    async def _copy(self, upload: Upload) -> None:
+        stored = upload.stored
+        if stored is not None and not stored.committed:
+            others = await in_thread(self.on_disk)
+            await copy_local(self.run, stored, others)
+
+    def on_disk(self) -> list[StoredVersion]:
+        """Return every version on disk, newest first. Blocking."""
+        store = self.run.store
+        numbers = sorted({*store.committed(), *store.staged()}, reverse=True)
+        return [stored for number in numbers if (stored := store.stored(number)) is not None]
+
+    def shard(self, digest: str) -> tuple[StoredVersion, int] | None:
+        """Return where an uploaded shard goes."""
+        for upload in self._by_layout.values():
+            shard = upload.index.get(digest)
+            if shard is not None and upload.stored is not None:
+                upload.touched = self._clock()
+                return upload.stored, shard
+        return None
+
+    def blob(self, digest: str) -> int | None:
+        """Return the length of a delta blob that an uploaded document names."""
+        for upload in self._by_layout.values():
+            if digest in upload.blobs:
+                upload.touched = self._clock()
+                return upload.blobs[digest]
+        return None
+
+    def knows(self, digest: str) -> bool:
+        """Say whether a document is registered."""
+        return any(
+            digest == u.layout_digest
+            or digest in u.parts
+            or digest in u.delta_parts
+            or (u.manifest is not None and u.manifest[0] == digest)
+            for u in self._by_layout.values()
+        )
+
+    async def lacking(self, head: Head, previous: Head | None) -> list[str]:
+        """Return the digests that a new head reaches and that are not here whole.
+
+        First puts together what can be copied on this disk.
+        """
+        before = {} if previous is None else {ref.version: ref for ref in previous.versions}
+        lacking: list[str] = []
+        for ref in head.versions:
+            old = before.get(ref.version)
+            if old is None or old.manifest != ref.manifest:
+                lacking += await self._lacking_version(ref)
+            known = [] if old is None else [part for d in old.deltas for part in d.parts]
+            for delta in ref.deltas:
+                lacking += await self._lacking_deltas(p for p in delta.parts if p not in known)
+        if head.open is not None:
+            lacking += await self._lacking_open(head.open)
+        return list(dict.fromkeys(lacking))
+
+    async def _lacking_version(self, ref: VersionRef) -> list[str]:
+        stored = await in_thread(lambda: self.run.store.stored(ref.version))
+        if stored is None or stored.version.manifest != ref.manifest:
+            return [ref.manifest]
+        await self._settle(stored)
+        return _missing(stored)
+
+    async def _lacking_open(self, ref: OpenRef) -> list[str]:
+        upload = self._by_layout.get(ref.layout)
+        if upload is None or upload.stored is None:
+            return [ref.layout]
+        absent = [digest for digest in ref.parts if digest not in upload.parts]
+        await self._settle(upload.stored)
+        named = {d for p in ref.parts if p in upload.parts for d in upload.parts[p].shard_digests}
+        absent += [digest for digest in _missing(upload.stored) if digest in named]
+        for delta in ref.deltas:
+            absent += await self._lacking_deltas(delta.parts)
+        return absent
+
+    async def _lacking_deltas(self, parts: Iterable[str]) -> list[str]:
+        absent: list[str] = []
+        named = {d: part for u in self._by_layout.values() for d, part in u.delta_parts.items()}
+        for digest in parts:
+            part = named.get(digest)
+            if part is None:
+                absent.append(digest)
+                continue
+            absent += await in_thread(partial(self._not_shelved, part))
+        return absent
+
+    def _not_shelved(self, part: DeltaPart) -> list[str]:
+        """Return the blobs of a delta part that are not here. Blocking."""
+        return [blob.digest for blob in part.blobs if not self.run.shelf.holds(blob.digest)]
+
+    async def _settle(self, stored: StoredVersion) -> None:
+        """Wait for copies that are under way, then copy what can still be copied."""
+        for upload in self._by_layout.values():
+            if upload.stored is stored and upload.copying is not None:
+                await asyncio.wait([upload.copying])
+        if stored.missing() and not stored.committed:
+            await copy_local(self.run, stored, await in_thread(self.on_disk))
+
+    def announced(self, head: Head) -> None:
+        """Forget uploads that a head has announced, or passed by."""
+        named = {ref.version for ref in head.versions}
+        newest = max(named, default=0)
+        for key, upload in list(self._by_layout.items()):
+            number = upload.layout.version if upload.layout is not None else None
+            if number is not None and (number in named or number <= newest):
+                self._drop(key)
+
+    async def expire(self, timeout_s: float) -> None:
+        """Forget uploads that nobody continued, and remove what they left in staging."""
+        now = self._clock()
+        for key, upload in list(self._by_layout.items()):
+            if now - upload.touched <= timeout_s:
+                continue
+            self._drop(key)
+            stored = upload.stored
+            if stored is not None and not stored.committed:
+                number = stored.version.number
+                log.info("run %s: upload of version %d was given up", self.run.name, number)
+                with contextlib.suppress(ShardcastError):
+                    await in_thread(partial(self.run.store.evict, number))
+
+    def _drop(self, key: str) -> None:
+        upload = self._by_layout.pop(key, None)
+        if upload is not None and upload.copying is not None:
+            upload.copying.cancel()
+        self.run.uploads = len(self._by_layout)
+
+    async def close(self) -> None:
+        """Stop copying."""
+        tasks = [u.copying for u in self._by_layout.values() if u.copying is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _missing(stored: StoredVersion) -> list[str]:
+    digests = stored.version.digests
+    return [digest for shard in stored.missing() if (digest := digests[shard]) is not None]
+
+
+def shard_present(stored: StoredVersion, shard: int) -> bool:
+    """Say whether a shard is good on disk. Blocking."""
+    return stored.state(shard) is not ShardState.MISSING and stored.confirm(shard)
