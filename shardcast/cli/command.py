@@ -23,7 +23,7 @@ from shardcast.cli.settings import apply_config
 
 ENVIRONMENT_PREFIX: Final = "SHARDCAST"
 
-_NOT_SHARED: Final = frozenset({"VERSION", "STEP", "PATH", "MANIFEST"})
+_NOT_SHARED: Final = frozenset({"RUN", "VERSION", "STEP", "PATH", "MANIFEST"})
 """``--on-update`` sets SHARDCAST_VERSION and the like: a hook's own commands must not obey them."""
 
 _PANEL: Final = "Output and configuration"
@@ -78,6 +78,8 @@ def register(
             verbose=values.pop("verbose"),
             quiet=values.pop("quiet"),
         )
+        run_name = values.get("run")
+        out.run = run_name if isinstance(run_name, str) else None
         with guard(out):
             function(out, **values)
 

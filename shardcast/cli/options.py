@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -18,6 +19,14 @@ TRUST: Final = "Trust"
 SOURCES: Final = "Where from"
 DISK: Final = "On this disk"
 DESTINATION: Final = "Where to"
+
+
+class DurabilityChoice(enum.StrEnum):
+    """What a commit waits for."""
+
+    NONE = "none"
+    SYNC = "sync"
+
 
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The run's name.")]
 

@@ -31,6 +31,7 @@ class Output:
 
     Attributes:
         command: The command's name.
+        run: The run that the command is about, for error events.
         json: Events on stdout instead of lines for people.
         verbose: Say more; show the trace of an unexpected failure.
         quiet: Neither progress nor notices.
@@ -38,6 +39,7 @@ class Output:
     """
 
     command: str = ""
+    run: str | None = None
     json: bool = False
     verbose: bool = False
     quiet: bool = False
@@ -60,7 +62,7 @@ class Output:
 
     def emit(self, name: str, **members: object) -> None:
         """Print an event whether or not ``--json`` was given."""
-        line = json.dumps({"event": name, "t": self.clock(), **members}, separators=(", ", ": "))
+        line = json.dumps({"event": name, "t": self.clock()} | members)
         self._write(sys.stdout, line)
 
     def result(self, text: str = "") -> None:
@@ -82,10 +84,10 @@ class Output:
         if self.verbose:
             self._write(sys.stderr, text)
 
-    def error(self, error: ShardcastError, *, run: str | None = None) -> None:
+    def error(self, error: ShardcastError) -> None:
         """Report an error: one sentence on stderr, with ``--json`` an event as well."""
         self.version_event(
-            "error", run=run, code=error.code, message=error.message, source=error.source
+            "error", run=self.run, code=error.code, message=error.message, source=error.source
         )
         self._write(sys.stderr, f"error: {error}")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import enum
 import shlex
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import typer
 from shardcast.cli.options import (
     DISK,
     TRUST,
+    DurabilityChoice,
     KeyOption,
     StoreOption,
     TokenFileOption,
@@ -34,13 +34,6 @@ if TYPE_CHECKING:
 
 WHAT: Final = "What"
 DEFAULT_RUN: Final = "default"
-
-
-class DurabilityChoice(enum.StrEnum):
-    """What a commit waits for."""
-
-    NONE = "none"
-    SYNC = "sync"
 
 
 def publish(

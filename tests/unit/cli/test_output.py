@@ -45,7 +45,7 @@ def test_with_json_stdout_carries_events_and_nothing_else(
 def test_an_error_is_one_sentence_and_with_json_an_event_too(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    Output(json=True).error(StallError("no byte for 15 s", source="http://relay"), run="r")
+    Output(json=True, run="r").error(StallError("no byte for 15 s", source="http://relay"))
     captured = capsys.readouterr()
     event = json.loads(captured.out)
     assert (event["event"], event["run"]) == ("error", "r")

@@ -1,0 +1,60 @@
+"""What ``pull`` and ``follow`` have in common."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardcast.cli.options import DISK, TRUST, DurabilityChoice
+
+OutOption = Annotated[
+    Path,
+    typer.Option(
+        "--out",
+        metavar="DIR",
+        help="The worker's directory, on a local disk. DIR/current names the newest version.",
+        show_default=False,
+        rich_help_panel=DISK,
+    ),
+]
+KeepOption = Annotated[
+    int,
+    typer.Option(
+        "--keep",
+        metavar="K",
+        min=1,
+        help="Keep the newest K versions. The disk must hold K + 1.",
+        rich_help_panel=DISK,
+    ),
+]
+DurabilityOption = Annotated[
+    DurabilityChoice,
+    typer.Option(
+        "--durability",
+        help="sync: on stable storage before it is committed. none: for RAM and scratch disks.",
+        rich_help_panel=DISK,
+    ),
+]
+AcceptExpiredOption = Annotated[
+    bool,
+    typer.Option(
+        "--accept-expired",
+        help="Take a version although its head has expired.",
+        rich_help_panel=TRUST,
+    ),
+]
+OnUpdateOption = Annotated[
+    str | None,
+    typer.Option(
+        "--on-update",
+        metavar="CMD",
+        help=(
+            "Run this shell command after each commit, with SHARDCAST_VERSION, SHARDCAST_STEP and "
+            "SHARDCAST_PATH in its environment."
+        ),
+        show_default=False,
+        rich_help_panel="Then",
+    ),
+]

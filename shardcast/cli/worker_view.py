@@ -1,0 +1,104 @@
+"""What ``pull`` and ``follow`` show: a worker's events as bars, lines or JSON."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Final
+
+from shardcast.cli.output import Output
+from shardcast.cli.progress import Meter, Meters
+from shardcast.cli.units import duration, rate, size
+
+if TYPE_CHECKING:
+    from shardcast.events import WorkerEvent
+
+_QUIET_KINDS: Final = frozenset({"progress", "started"})
+"""Shown by the meters."""
+
+
+class WorkerView:
+    """Hears a worker's events, from any thread, one at a time."""
+
+    def __init__(self, out: Output, shown: Meters) -> None:
+        """Show events through ``out`` and progress in ``shown``."""
+        self._out = out
+        self._shown = shown
+        self._lock = threading.Lock()
+        self._meters: dict[int, Meter] = {}
+        self._began: dict[int, float] = {}
+        self._told: set[tuple[str | None, str]] = set()
+
+    def on_event(self, event: WorkerEvent) -> None:
+        """Show one event."""
+        with self._lock:
+            kind = str(event.kind)
+            self._measure(kind, event)
+            if kind not in _QUIET_KINDS:
+                self._emit(kind, event)
+            self._say(kind, event)
+
+    def _measure(self, kind: str, event: WorkerEvent) -> None:
+        number = event.version
+        if number is None:
+            return
+        if kind == "started":
+            self._began[number] = time.monotonic()
+            self._meters[number] = self._shown.start(
+                f"{event.run} version {number}",
+                event.bytes_total,
+                run=event.run,
+                version=number,
+            )
+            self._meters[number].update(event.bytes_done or 0)
+        elif kind == "progress" and number in self._meters:
+            self._meters[number].update(event.bytes_done or 0, event.bytes_total)
+        elif kind in ("ready", "superseded") and number in self._meters:
+            self._meters.pop(number).finish()
+
+    def _emit(self, kind: str, event: WorkerEvent) -> None:
+        members: dict[str, object] = {
+            "run": event.run,
+            "version": event.version,
+            "step": event.step,
+            "manifest": event.manifest,
+            "path": None if event.path is None else str(event.path),
+            "bytes_fetched": event.bytes_fetched,
+        }
+        if event.error is not None:
+            members |= {"code": event.error.code, "message": event.error.message}
+        if event.error is not None or event.source is not None:
+            members["source"] = event.source or (event.error.source if event.error else None)
+        self._out.event(kind, t=event.t, **members)
+
+    def _say(self, kind: str, event: WorkerEvent) -> None:
+        name = f"{event.run} version {event.version}"
+        if event.step is not None:
+            name += f" (step {event.step})"
+        if kind == "ready":
+            seconds = time.monotonic() - self._began.pop(event.version or 0, time.monotonic())
+            fetched = event.bytes_fetched or 0
+            how = f", {size(fetched)} fetched ({rate(fetched, seconds)})" if fetched else ""
+            self._out.result(f"ready      {name} after {duration(seconds)}{how}")
+        elif kind == "committed":
+            self._out.result(f"committed  {name}: {event.path}")
+        elif kind == "held":
+            self._out.notice(f"{name} is here; the publisher holds activations")
+        elif kind == "superseded":
+            self._out.notice(f"{name} was left for a newer one; what it had is kept")
+        elif kind == "damaged":
+            self._out.warning(f"{name}: {event.error}; fetched again")
+        elif kind == "frozen":
+            self._out.warning(f"run {event.run}: {event.error or 'the head has expired'}")
+        elif kind == "thawed":
+            self._out.notice(f"run {event.run}: a fresh head came")
+        elif kind in ("source", "banned"):
+            self._say_once(event.source, f"{event.source}: {event.error}")
+        elif kind == "error":
+            self._out.warning(f"{event.error}")
+
+    def _say_once(self, source: str | None, text: str) -> None:
+        """A source that is down says the same a hundred times."""
+        if (source, text) not in self._told:
+            self._told.add((source, text))
+            self._out.notice(text)
