@@ -12,7 +12,7 @@ import time
 from urllib.parse import urlsplit
 
 from loadtest.checkpoints import write_checkpoint
-from loadtest.documents import blob_url, get, head_of, head_url, reach
+from loadtest.documents import blob_url, head_of, reach, wait_head
 from loadtest.http_wire import WireError, read_head, request
 from loadtest.rawclient import connect, target_of
 from loadtest.scenario import MB, Check, Report, Settings, Size, main
@@ -23,7 +23,6 @@ from loadtest.topology import Tree, last
 # leaves 200 KiB for that.
 SHARE_BEFORE_PAUSE = 0.9
 
-_TIMEOUT_S = 60.0
 _SILENCE_S = 5.0
 
 
@@ -44,26 +43,6 @@ def read_until(url: str, wanted: int) -> tuple[bytes, float]:
     return data, (time.monotonic() - start) * 1000
 
 
-def wait_for_head(base: str, run: str, version: int) -> None:
-    """Wait by long poll until the server at `base` has a head with `version`.
-
-    Raises:
-        TimeoutError: It had none in time.
-    """
-    deadline = time.monotonic() + _TIMEOUT_S
-    after = 0
-    while time.monotonic() < deadline:
-        try:
-            head = head_of(get(f"{head_url(base, run)}?after={after}&wait=5"))
-        except OSError:  # 404 until it has seen its parent's head
-            time.sleep(0.05)
-            continue
-        if head["version"] == version:
-            return
-        after = int(head["sequence"])
-    raise TimeoutError(f"{base} had no head with version {version} within {_TIMEOUT_S:g} s")
-
-
 def measure(settings: Settings) -> Report:
     """Show that bytes before a parent's pause reach the third tier during it."""
     checkpoint = settings.fresh("checkpoint")
@@ -82,7 +61,7 @@ def measure(settings: Settings) -> Report:
         with ScriptedParent(exported, tree.run, victim=victim, pause_at=pause_at) as parent:
             second = tree.relay("second", parents=[parent.url])
             third = tree.relay("third", parents=[second.url])
-            wait_for_head(third.url, tree.run, version)
+            wait_head(third.url, tree.run, version=version)
             wanted = int(pause_at * SHARE_BEFORE_PAUSE)
             early, took = read_until(blob_url(third.url, tree.run, victim), wanted)
             still_paused = parent.paused.is_set() and not parent.released.is_set()

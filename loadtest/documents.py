@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import base64
 import json
+import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,6 +19,8 @@ Fetch = Callable[[str], bytes]
 
 _DIGEST_BYTES = 32
 _TIMEOUT_S = 30.0
+_PATIENCE_S = 60.0
+_RETRY_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,28 @@ def get(url: str) -> bytes:
         return body
 
 
+def wait_head(base: str, run: str, *, version: int | None = None) -> dict[str, Any]:
+    """Return the head served at `base` once it has a version (or that version), by long poll.
+
+    Raises:
+        TimeoutError: It had none within a minute.
+    """
+    deadline = time.monotonic() + _PATIENCE_S
+    after = 0
+    while time.monotonic() < deadline:
+        try:
+            head = head_of(get(f"{head_url(base, run)}?after={after}&wait=5"))
+        except urllib.error.HTTPError as error:
+            error.close()  # 404 while the server does not know the run yet: nothing to wait on
+            time.sleep(_RETRY_S)
+            continue
+        if head["version"] is not None and version in (None, head["version"]):
+            return head
+        after = int(head["sequence"])
+    raise TimeoutError(f"{base} had no head with version {version} within {_PATIENCE_S:g} s")
+
+
 def survey(base: str, run: str) -> Reach:
-    """Return what the head served at `base` reaches."""
-    head = head_of(get(head_url(base, run)))
+    """Return what the head served at `base` reaches, as soon as there is one."""
+    head = wait_head(base, run)
     return reach(head, lambda digest: get(blob_url(base, run, digest)))

@@ -20,7 +20,7 @@ from loadtest.topology import Tree
 
 RATIO = 1.2
 CONNECTIONS = 8
-PASSES = 2  # per sample: 10 ms ticks must be small beside it
+PASSES = 4  # per sample: 10 ms ticks must be small beside it
 
 _TIMEOUT_S = 120.0
 

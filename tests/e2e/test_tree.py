@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from loadtest.checkpoints import bytes_below, write_step
-from loadtest.documents import Reach, head_of, reach
+from loadtest.documents import Reach, get, head_of, head_url, reach
 from loadtest.scripted_parent import ScriptedParent
 from tests.tree import Tree, assert_same_files, last, small_checkpoint, tree, wait_all
 
@@ -117,6 +117,14 @@ def test_a_killed_relay_fetches_only_what_was_missing(tmp_path: Path) -> None:
             again = set(parent.sent[sent_before:]) & set(others)
         assert_same_files(source, (out / "current").resolve(strict=True))
         assert len(again) <= len(others) // 2
+
+
+def test_an_origin_that_listens_knows_what_its_store_holds(tmp_path: Path) -> None:
+    """No 404 for a published run between `listening` and the first look at the store."""
+    with tree(tmp_path / "tree") as made:
+        published = made.publish(small_checkpoint(tmp_path / "source"))
+        head = head_of(get(head_url(made.origin().url, made.run)))
+        assert head["version"] == published.version
 
 
 def test_a_restarted_relay_serves_without_its_parent(tmp_path: Path) -> None:

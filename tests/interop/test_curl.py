@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.documents import Reach, blob_url, head_of, head_url, survey
+from loadtest.documents import Reach, blob_url, head_of, head_url, survey, wait_head
 from tests.tree import Tree, need, small_checkpoint, tree
 
 pytestmark = [pytest.mark.interop, pytest.mark.timeout(180)]
@@ -23,7 +23,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Tree, str
     root = tmp_path_factory.mktemp("curl")
     with tree(root / "tree") as made:
         made.publish(small_checkpoint(root / "source"))
-        yield made, made.origin().url
+        url = made.origin().url
+        wait_head(url, made.run)
+        yield made, url
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from loadtest import nginx
-from loadtest.documents import get, head_of, head_url, survey
+from loadtest.documents import get, head_of, head_url, survey, wait_head
 from loadtest.recorder import Recorder, Request
 from tests.interop.test_curl import answer
 from tests.tree import MiB, Tree, assert_same_files, need, small_checkpoint, tree, wait_all
@@ -82,7 +82,7 @@ def test_twenty_long_polls_cost_one_and_all_hear_within_two_seconds(tmp_path: Pa
     with site(tmp_path) as here:
         made = here.made
         first = made.publish(small_checkpoint(tmp_path / "first", size=MiB))
-        sequence = head_of(get(head_url(here.front.url, made.run)))["sequence"]
+        sequence = wait_head(here.front.url, made.run)["sequence"]
         url = f"{head_url(here.front.url, made.run)}?after={sequence}&wait=25"
         heard: list[float] = []
         lock = threading.Lock()
