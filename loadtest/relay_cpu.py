@@ -20,7 +20,7 @@ from loadtest.topology import Tree
 
 RATIO = 1.2
 CONNECTIONS = 8
-PASSES = 4  # per sample: 10 ms ticks must be small beside it
+PASSES = 2  # per sample: 10 ms ticks must be small beside it
 
 _TIMEOUT_S = 120.0
 
@@ -71,4 +71,4 @@ def measure(settings: Settings) -> Report:
 
 
 if __name__ == "__main__":
-    main(measure, name="relay_cpu", full=Size(GB, 7), quick=Size(GB // 2, 5))
+    main(measure, name="relay_cpu", full=Size(GB, 7), quick=Size(GB, 5))

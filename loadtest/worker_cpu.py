@@ -80,4 +80,4 @@ def measure(settings: Settings) -> Report:
 
 
 if __name__ == "__main__":
-    main(measure, name="worker_cpu", full=Size(GB, 7), quick=Size(GB // 2, 5))
+    main(measure, name="worker_cpu", full=Size(GB, 7), quick=Size(GB, 5))
