@@ -253,7 +253,7 @@ class UpstreamState:
 
 
 OnHead = Callable[[HeadAnswer], Awaitable[int | None]]
-"""Called with each head that differs from the source's last one. Returns the newest accepted
+"""Called with each head that differs from the source's last good one. Returns the newest accepted
 sequence of the run, from whatever source, or None if this head was refused."""
 
 OnChange = Callable[[str, UpstreamState], None]
@@ -346,10 +346,11 @@ class HeadWatcher:
         self._set(url, state, tell=not known.live)
         if self._last.get(url) == answer.envelope:
             return False, None
-        self._last[url] = answer.envelope
         sequence = await self._on_head(answer)
-        if sequence is None:
+        if sequence is None:  # asked again after a pause: a clock may be set right meanwhile
+            self._last.pop(url, None)
             return False, MalformedError("its head was refused", source=url)
+        self._last[url] = answer.envelope
         self._after = max(self._after or 0, sequence)
         return True, None
 

@@ -1,0 +1,86 @@
+"""What a worker tells about itself: values for progress bars, JSON lines and logs."""
+
+from __future__ import annotations
+
+import enum
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from shardcast.errors import ShardcastError
+
+
+class EventKind(enum.StrEnum):
+    """What happened.
+
+    Attributes:
+        HEAD: A newer head was accepted.
+        SOURCE: A source failed, or its head was refused (``error`` says how, ``source`` which).
+        BANNED: A source sent a wrong blob and is left alone for a while.
+        STARTED: Work on a version began: ``bytes_total`` in all, ``bytes_done`` here already.
+        PROGRESS: ``bytes_done`` of ``bytes_total`` are verified.
+        DAMAGED: Bytes on this disk were not what they should be; they are fetched again.
+        SUPERSEDED: Work on a version was dropped for a newer one.
+        READY: Every shard of a version is verified; its files lie in ``path``.
+        HELD: A version is ready, and the publisher holds activations.
+        COMMITTED: ``current`` names the version; its files lie in ``path``.
+        FROZEN: The head has expired: the publisher is gone or a relay withholds newer heads.
+        THAWED: A fresh head came after that.
+        ERROR: Something failed that will be tried again (``follow``), or the update hook did.
+    """
+
+    HEAD = "head"
+    SOURCE = "source"
+    BANNED = "banned"
+    STARTED = "started"
+    PROGRESS = "progress"
+    DAMAGED = "damaged"
+    SUPERSEDED = "superseded"
+    READY = "ready"
+    HELD = "held"
+    COMMITTED = "committed"
+    FROZEN = "frozen"
+    THAWED = "thawed"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerEvent:
+    """One event. Members that do not apply are None.
+
+    Attributes:
+        kind: What happened.
+        run: The run.
+        t: When, Unix milliseconds.
+        version: The version it is about.
+        step: Its training step.
+        manifest: Its manifest digest.
+        path: Where its files are.
+        bytes_done: Verified bytes of the version.
+        bytes_total: Size of the version.
+        bytes_fetched: What came over the network for it.
+        source: URL of the source it is about.
+        error: What went wrong.
+    """
+
+    kind: EventKind
+    run: str
+    t: int = field(default_factory=lambda: time.time_ns() // 1_000_000)
+    version: int | None = None
+    step: int | None = None
+    manifest: str | None = None
+    path: Path | None = None
+    bytes_done: int | None = None
+    bytes_total: int | None = None
+    bytes_fetched: int | None = None
+    source: str | None = None
+    error: ShardcastError | None = None
+
+
+class Observer(Protocol):
+    """Whoever wants to know."""
+
+    def on_event(self, event: WorkerEvent) -> None:
+        """Take an event. Called from any thread, one call at a time; it must not block."""
+        ...

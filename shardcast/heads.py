@@ -1,0 +1,123 @@
+"""A worker's side of trust: which heads it accepted, remembered before they are acted on."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from shardcast.errors import NetworkError, RollbackError, ShardcastError, TrustError
+from shardcast.events import EventKind, WorkerEvent
+from shardcast.protocol import trust
+from shardcast.protocol.envelope import open_unverified
+from shardcast.protocol.head import decode_head
+from shardcast.protocol.trust import Accepted, TrustState
+from shardcast.store.run import RunStore
+from shardcast.upstream import HeadAnswer, UpstreamState
+
+
+def unix_ms() -> int:
+    """Return this machine's clock in Unix milliseconds."""
+    return time.time_ns() // 1_000_000
+
+
+class HeadKeeper:
+    """Judges heads from any number of sources; keeps the newest accepted one.
+
+    Attributes:
+        state: What is trusted and was last seen.
+        accepted: The newest accepted head of this process, None before.
+        errors: Each source's last failure or refusal, by URL; gone once it gave a good head.
+        heard: Sources that answered or failed at least once.
+        clock_ms: This machine's clock.
+        changed: Set whenever any of these changes; whoever waits clears it.
+    """
+
+    def __init__(
+        self,
+        store: RunStore,
+        state: TrustState,
+        emit: Callable[[WorkerEvent], None],
+        clock_ms: Callable[[], int] = unix_ms,
+    ) -> None:
+        self.state = state
+        self.accepted: Accepted | None = None
+        self.errors: dict[str, ShardcastError] = {}
+        self.heard: set[str] = set()
+        self.changed = asyncio.Event()
+        self._store = store
+        self._emit = emit
+        self.clock_ms = clock_ms
+        self._lock = asyncio.Lock()
+        self._given: dict[str, int] = {}
+
+    async def on_head(self, answer: HeadAnswer) -> int | None:
+        """Judge a head; the callback of ``HeadWatcher``.
+
+        A source that is merely behind the others is no news. One that goes back behind what it
+        gave before, or that is behind what an earlier process accepted, is: newer heads may be
+        withheld.
+        """
+        async with self._lock:
+            self.heard.add(answer.url)
+            try:
+                accepted = trust.accept(self.state, answer.envelope, self.clock_ms())
+            except ShardcastError as error:
+                if isinstance(error, RollbackError) and self._merely_behind(answer):
+                    self.errors.pop(answer.url, None)
+                    return self.state.sequence
+                error.source = error.source or answer.url
+                self.on_error(answer.url, error)
+                return None
+            if accepted.changed or self.accepted is None:
+                try:  # remembered first: a crash after it cannot be talked into an older head
+                    await asyncio.to_thread(self._remember, accepted)
+                except ShardcastError as error:
+                    self.on_error(answer.url, error)
+                    return None
+                self.state = accepted.state
+                self.accepted = accepted
+                self._emit(WorkerEvent(kind=EventKind.HEAD, run=self.state.run, source=answer.url))
+            self.errors.pop(answer.url, None)
+            self._given[answer.url] = accepted.head.sequence
+            self.changed.set()
+            return accepted.head.sequence
+
+    def _merely_behind(self, answer: HeadAnswer) -> bool:
+        """Say whether a good head is old only because the source has not caught up yet."""
+        if self.accepted is None:
+            return False
+        head = decode_head(open_unverified(answer.envelope)[1])
+        return head.sequence >= self._given.get(answer.url, 0)
+
+    def _remember(self, accepted: Accepted) -> None:
+        self._store.write_trust(accepted.state)
+        self._store.write_head(accepted.envelope)
+
+    def on_change(self, url: str, state: UpstreamState) -> None:
+        """Note that a source failed; the other callback of ``HeadWatcher``."""
+        if state.error is not None:
+            self.on_error(url, state.error)
+
+    def on_error(self, url: str, error: ShardcastError) -> None:
+        """Note a failure and tell it, once for each new reason."""
+        known = self.errors.get(url)
+        self.heard.add(url)
+        self.errors[url] = error
+        self.changed.set()
+        if known is None or type(known) is not type(error):
+            self._emit(
+                WorkerEvent(kind=EventKind.SOURCE, run=self.state.run, source=url, error=error)
+            )
+
+    def verdict(self) -> ShardcastError:
+        """Return why there is no head, from what each source did."""
+        refusals = [error for error in self.errors.values() if isinstance(error, TrustError)]
+        others = [e for e in self.errors.values() if not isinstance(e, NetworkError)]
+        if refusals or others:
+            return (refusals or others)[0]
+        each = "; ".join(f"{url}: {error.message}" for url, error in self.errors.items())
+        return NetworkError(
+            f"no source has a head of run {self.state.run!r}: {each or 'none answered'}",
+            source=next(iter(self.errors), None),
+        )

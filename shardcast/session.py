@@ -1,0 +1,473 @@
+"""What a worker has open while it works on one OUT: lock, trust, sources, and the two acts.
+
+*Obtain* makes a version complete on disk; *activate* commits it and points ``current`` at it.
+Blocking work runs in threads; cancelling a coroutine here ends its threads and sockets before it
+returns, and leaves verified shards and a consistent directory behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import ssl
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final, TypeVar
+
+from shardcast.cancel import Cancel
+from shardcast.config import NetConfig
+from shardcast.documents import DocumentFetcher
+from shardcast.errors import (
+    EngineError,
+    IntegrityError,
+    MalformedError,
+    ShardcastError,
+    SourceStatusError,
+    UsageError,
+)
+from shardcast.events import EventKind, Observer, WorkerEvent
+from shardcast.fetch import BlobSource
+from shardcast.heads import HeadKeeper
+from shardcast.hooks import UpdateHook
+from shardcast.obtain import Damage, Obtainer, Tally
+from shardcast.protocol import trust
+from shardcast.protocol.documents import check_run
+from shardcast.protocol.head import VersionRef
+from shardcast.protocol.trust import TrustState
+from shardcast.pulling import FetchPool
+from shardcast.scans import Scans
+from shardcast.schedule import Notice
+from shardcast.selector import Selector
+from shardcast.store.retention import Held, Keep, choose_evictions, collect
+from shardcast.store.run import RunStore
+from shardcast.store.stored import Durability, StoredVersion
+from shardcast.upstream import HeadSource, HeadWatcher, Upstream, UpstreamState, open_session
+
+_T = TypeVar("_T")
+
+PROGRESS_S: Final = 0.2
+"""Progress events: five a second move a bar smoothly and cost nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerOptions:
+    """Everything a worker is told. Immutable.
+
+    Attributes:
+        out: The run's directory on this machine.
+        run: The run.
+        sources: Base URLs.
+        keys: Pinned raw public keys.
+        first_use: Trust the first head's keys where none is known.
+        accept_expired: Take versions of an expired head.
+        durability: What a commit waits for.
+        keep: Committed versions that are kept, at least 1.
+        on_update: Run after each commit.
+        config: Network bounds.
+        tls: For https; None means the system's certificates.
+        threads: For local hashing and copying; None means all cores.
+    """
+
+    out: Path
+    run: str
+    sources: tuple[str, ...]
+    keys: tuple[bytes, ...] = ()
+    first_use: bool = False
+    accept_expired: bool = False
+    durability: Durability = Durability.SYNC
+    keep: int = 2
+    on_update: UpdateHook | None = None
+    config: NetConfig = field(default_factory=NetConfig)
+    tls: ssl.SSLContext | None = None
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check what can be wrong before anything is opened.
+
+        Raises:
+            UsageError: Naming it.
+        """
+        try:
+            check_run(self.run)
+        except MalformedError as error:
+            raise UsageError(error.message) from error
+        if not self.sources:
+            raise UsageError("a worker needs at least one source (--from URL)")
+        if self.keep < 1:
+            raise UsageError(f"keep is at least 1, not {self.keep}")
+
+
+@dataclass(frozen=True, slots=True)
+class Obtained:
+    """A version with every shard verified, and what it cost on the network."""
+
+    ref: VersionRef
+    stored: StoredVersion
+    bytes_fetched: int
+
+
+class WorkerSession:
+    """An open OUT. Made by ``open_worker``."""
+
+    def __init__(
+        self,
+        options: WorkerOptions,
+        store: RunStore,
+        keeper: HeadKeeper,
+        upstreams: Sequence[HeadSource],
+        emit: Callable[[WorkerEvent], None],
+    ) -> None:
+        self.options = options
+        self.store = store
+        self.keeper = keeper
+        self.emit = emit
+        self._upstreams = upstreams
+        self._rng = random.Random()  # noqa: S311 - spreads load, keeps no secret
+        self._sources = {
+            source.url: source
+            for url in options.sources
+            for source in [BlobSource(url, options.config, tls=options.tls)]
+        }
+        self._selector: Selector[str] = Selector(
+            self._sources,
+            clock=time.monotonic,
+            rng=self._rng,
+            limit=options.config.connections_per_source,
+        )
+        self._scans = Scans(store, options.threads)
+        self._documents = threading.Lock()
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The sources."""
+        return tuple(self._sources)
+
+    # --- heads ------------------------------------------------------------------------------
+
+    def watcher(self) -> HeadWatcher:
+        """Return a watcher of all sources that feeds the keeper."""
+        return HeadWatcher(
+            self.options.run,
+            self._upstreams,
+            self.options.config,
+            self.keeper.on_head,
+            on_change=self._on_change,
+            rng=self._rng,
+        )
+
+    def _on_change(self, url: str, state: UpstreamState) -> None:
+        self.keeper.on_change(url, state)
+        if state.live and url in self._sources:
+            self._selector.alive(url)
+
+    # --- obtain -----------------------------------------------------------------------------
+
+    async def obtain(self, ref: VersionRef) -> Obtained:
+        """Make a version complete on disk. Cancellation keeps what was verified.
+
+        Raises:
+            ShardcastError: As ``DocumentFetcher.version`` and ``Obtainer.obtain`` say.
+        """
+        return await self.in_thread(lambda cancel: self._obtain(ref, cancel))
+
+    async def ref_of(self, manifest: str) -> VersionRef:
+        """Return the entry of a version that no head lists (any more), by its manifest.
+
+        Raises:
+            NetworkError: If no source has it.
+        """
+        config = self.options.config
+        patience = replace(config, give_up_after_s=min(config.give_up_after_s, 10.0))
+
+        def get(cancel: Cancel) -> VersionRef:
+            with self._documents:
+                return DocumentFetcher(self.store, lambda: self._pool(cancel, patience)).ref_of(
+                    manifest
+                )
+
+        return await self.in_thread(get)
+
+    def here(self, ref: VersionRef) -> StoredVersion | None:
+        """Return the version if it is committed, whole, and as the head says."""
+        stored = self.store.stored(ref.version)
+        if stored is None or not stored.committed or not stored.complete or stored.damaged:
+            return None
+        return stored if stored.version.manifest == ref.manifest else None
+
+    def _obtain(self, ref: VersionRef, cancel: Cancel) -> Obtained:
+        tally = Tally(total_bytes=ref.bytes)
+        with self._documents:
+            version = DocumentFetcher(
+                self.store, lambda: self._pool(cancel), lambda n: _add_fetched(tally, n)
+            ).version(ref, self.keeper.state)
+        pools: list[FetchPool] = []
+
+        def pool() -> FetchPool:
+            pools.append(self._pool(cancel))
+            return pools[-1]
+
+        obtainer = Obtainer(
+            self.store,
+            pool,
+            cancel,
+            tally=tally,
+            damaged=self._damaged,
+            threads=self.options.threads,
+        )
+        with self._progress(ref, tally, pools):
+            stored = obtainer.obtain(version)
+        self.emit_version(EventKind.READY, ref, stored.directory, tally.fetched_bytes)
+        return Obtained(ref, stored, tally.fetched_bytes)
+
+    def _pool(self, cancel: Cancel, config: NetConfig | None = None) -> FetchPool:
+        return FetchPool(
+            self.options.run,
+            self._sources,
+            self._selector,
+            config or self.options.config,
+            cancel,
+            notify=self._notice,
+        )
+
+    def _notice(self, notice: Notice) -> None:
+        error = notice.error
+        if isinstance(error, SourceStatusError) and error.status in (404, 429, 503):
+            return  # not yet, not now: no news before a pull fails for it
+        kind = EventKind.BANNED if notice.banned else EventKind.SOURCE
+        self.emit(WorkerEvent(kind=kind, run=self.options.run, source=notice.source, error=error))
+
+    def _damaged(self, damage: Damage) -> None:
+        self.emit(
+            WorkerEvent(
+                kind=EventKind.DAMAGED,
+                run=self.options.run,
+                version=damage.version,
+                error=damage.error,
+            )
+        )
+
+    def _progress(self, ref: VersionRef, tally: Tally, pools: list[FetchPool]) -> _Ticker:
+        before = tally.fetched_bytes
+
+        def tell(kind: EventKind) -> None:
+            coming = pools[-1].unverified_bytes if pools else 0
+            fetched = before + sum(pool.received_bytes for pool in pools)
+            self.emit(
+                WorkerEvent(
+                    kind=kind,
+                    run=self.options.run,
+                    version=ref.version,
+                    step=ref.step,
+                    manifest=ref.manifest,
+                    bytes_done=min(tally.done_bytes + coming, tally.total_bytes),
+                    bytes_total=tally.total_bytes,
+                    bytes_fetched=fetched + coming,
+                )
+            )
+
+        return _Ticker(tell)
+
+    # --- activate ---------------------------------------------------------------------------
+
+    async def activate(self, ready: Obtained, *, busy: tuple[int, ...] = ()) -> Path:
+        """Commit a version, switch ``current``, run the hook, evict what is over.
+
+        Cancellation ends the hook; a commit that has begun is finished first.
+
+        Args:
+            ready: The version.
+            busy: Versions that are being worked on and must stay.
+
+        Raises:
+            DiskError: If the commit fails; the old version stays current then.
+        """
+        ref = ready.ref
+        path = await self.in_thread(lambda _: self._commit(ref, frozenset(busy)))
+        self.emit_version(EventKind.COMMITTED, ref, path, ready.bytes_fetched)
+        if self.options.on_update is not None:
+            await self._run_hook(self.options.on_update, ref, path)
+        return path
+
+    def _commit(self, ref: VersionRef, busy: frozenset[int]) -> Path:
+        store, number = self.store, ref.version
+        store.commit(number, self.options.durability)
+        self._scans.remember(number)
+        if store.current() != number:
+            store.switch_current(number)
+        with self._documents:
+            self._evict(number, busy)
+        return Path(os.path.abspath(store.version_directory(number)))
+
+    def _evict(self, current: int, busy: frozenset[int]) -> None:
+        """Keep the newest versions; drop what this one superseded. Readers go first."""
+        store = self.store
+        held = [Held(number=n, bytes=0, age_ms=0) for n in store.committed()]
+        over = choose_evictions(held, Keep(count=self.options.keep), {current, *busy})
+        accepted = self.keeper.accepted
+        withdrawn = accepted.head.withdrawn if accepted is not None else []
+        stale = [n for n in store.staged() if n not in busy and (n < current or n in withdrawn)]
+        # A head that cannot be read is replaced by the next one; then this works again.
+        with suppress(MalformedError):
+            collect(store, [*over, *stale])
+
+    async def _run_hook(self, hook: UpdateHook, ref: VersionRef, path: Path) -> None:
+        variables = {
+            "SHARDCAST_RUN": self.options.run,
+            "SHARDCAST_VERSION": str(ref.version),
+            "SHARDCAST_STEP": "" if ref.step is None else str(ref.step),
+            "SHARDCAST_MANIFEST": ref.manifest,
+            "SHARDCAST_PATH": str(path),
+        }
+        try:
+            await self.in_thread(lambda cancel: hook.run(variables, cancel))
+        except EngineError as error:
+            self.emit(
+                WorkerEvent(
+                    kind=EventKind.ERROR,
+                    run=self.options.run,
+                    version=ref.version,
+                    step=ref.step,
+                    manifest=ref.manifest,
+                    path=path,
+                    error=error,
+                )
+            )
+
+    async def whole(self, number: int) -> bool:
+        """Say whether a committed version is whole; hash it if something may have changed it."""
+        return await self.in_thread(lambda cancel: self._whole(number, cancel))
+
+    def _whole(self, number: int, cancel: Cancel) -> bool:
+        whole = self._scans.scan(number, cancel)
+        stored = self.store.stored(number)
+        if stored is not None and stored.damaged:
+            error = IntegrityError(stored.damaged, source=str(stored.directory))
+            self._damaged(Damage(number, str(stored.directory), error))
+        return whole
+
+    # --- plumbing ---------------------------------------------------------------------------
+
+    def emit_version(
+        self, kind: EventKind, ref: VersionRef, path: Path | None = None, fetched: int | None = None
+    ) -> None:
+        """Tell something about a version."""
+        self.emit(
+            WorkerEvent(
+                kind=kind,
+                run=self.options.run,
+                version=ref.version,
+                step=ref.step,
+                manifest=ref.manifest,
+                path=path,
+                bytes_total=ref.bytes,
+                bytes_fetched=fetched,
+            )
+        )
+
+    async def in_thread(self, work: Callable[[Cancel], _T]) -> _T:
+        """Run blocking work in a thread. Cancellation cancels it and waits until it has ended."""
+        cancel = Cancel()
+        task = asyncio.ensure_future(asyncio.to_thread(work, cancel))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            cancel.cancel()
+            while not task.done():
+                with suppress(asyncio.CancelledError, ShardcastError):
+                    await asyncio.wait([task])
+            if not task.cancelled():
+                task.exception()  # it was looked at
+            raise
+
+    def close(self) -> None:
+        """Close sockets and files. Nothing may be running any more."""
+        for source in self._sources.values():
+            source.close()
+        self.store.close()
+
+
+@asynccontextmanager
+async def open_worker(
+    options: WorkerOptions, observer: Observer | None
+) -> AsyncIterator[WorkerSession]:
+    """Open an OUT for one worker: take its lock, decide what to trust, connect to nothing yet.
+
+    Raises:
+        BusyError: If another worker uses it; names its process.
+        UsageError: If it belongs to another run, or no key is known or given.
+        StateError: If what is remembered is damaged.
+    """
+    emit = _serialised(observer)
+    store = RunStore(options.out, options.run)
+    with store.lock(what=f"{options.out}"):
+        state = trust.begin(
+            options.run,
+            pinned=options.keys,
+            first_use=options.first_use,
+            remembered=_remembered(store),
+        )
+        keeper = HeadKeeper(store, state, emit)
+        store.clean_leftovers()
+        async with open_session(options.config) as http:
+            upstreams = [Upstream(url, http, options.config) for url in options.sources]
+            session = WorkerSession(options, store, keeper, upstreams, emit)
+            try:
+                yield session
+            finally:
+                session.close()
+
+
+def _remembered(store: RunStore) -> TrustState | None:
+    path = store.root / "state" / "trust.json"
+    with suppress(OSError, MalformedError):
+        other = trust.decode_state(path.read_bytes()).run
+        if other != store.run:
+            raise UsageError(
+                f"{store.root} belongs to run {other!r}; pull {store.run!r} into a directory of "
+                "its own",
+                source=str(store.root),
+            )
+    return store.read_trust()
+
+
+def _serialised(observer: Observer | None) -> Callable[[WorkerEvent], None]:
+    if observer is None:
+        return lambda event: None
+    lock = threading.RLock()
+
+    def emit(event: WorkerEvent) -> None:
+        with lock:
+            observer.on_event(event)
+
+    return emit
+
+
+class _Ticker:
+    """Calls ``tell`` now and then while its block runs."""
+
+    def __init__(self, tell: Callable[[EventKind], None]) -> None:
+        self._tell = tell
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
+
+    def _run(self) -> None:
+        kind = EventKind.STARTED
+        while not self._stop.wait(PROGRESS_S if kind is EventKind.PROGRESS else 0):
+            self._tell(kind)
+            kind = EventKind.PROGRESS
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def _add_fetched(tally: Tally, count: int) -> None:
+    tally.fetched_bytes += count

@@ -1,0 +1,404 @@
+"""The worker: pull a version of a run into a directory, or follow the run.
+
+::
+
+    worker = Worker("out", "policy", ["http://relay:8470"], keys=[public_key])
+    update = worker.pull()                      # newest, verified, committed
+    async for update in worker.follow(): ...    # every newer one
+
+``out`` is one run's directory (docs/PROTOCOL.md, "Store"): ``out/current`` names the version to
+use. One worker works on a directory at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import ssl
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from shardcast.config import NetConfig
+from shardcast.errors import (
+    NetworkError,
+    NotFoundError,
+    SourceStatusError,
+    UsageError,
+    WithdrawnError,
+)
+from shardcast.events import EventKind, Observer, WorkerEvent
+from shardcast.follow import Follower
+from shardcast.hooks import UpdateHook
+from shardcast.protocol import trust
+from shardcast.protocol.digest import is_digest
+from shardcast.protocol.head import Head, VersionRef
+from shardcast.protocol.trust import Accepted
+from shardcast.session import Obtained, WorkerOptions, WorkerSession, open_worker
+from shardcast.store.stored import Durability
+
+__all__ = [
+    "Durability",
+    "EventKind",
+    "Observer",
+    "Update",
+    "UpdateHook",
+    "Worker",
+    "WorkerEvent",
+    "WorkerOptions",
+]
+
+_UNKNOWN_RUN_S: Final = 3.0
+"""A relay that was just started learns its runs within this; then 404 everywhere is an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """A version that is committed and current.
+
+    Attributes:
+        version: Its number.
+        step: Its training step, or None.
+        manifest: Its manifest digest: the identity that rollouts are stamped with.
+        path: Its directory, absolute.
+        bytes_fetched: What the network carried for it; 0 if it was here before.
+        head: The head that named it; None for a pull by manifest that found no head.
+    """
+
+    version: int
+    step: int | None
+    manifest: str
+    path: Path
+    bytes_fetched: int
+    head: Head | None
+
+
+class Worker:
+    """Keeps one directory up to date with one run."""
+
+    def __init__(  # noqa: PLR0913 - options, by keyword; checked as WorkerOptions
+        self,
+        out: Path | str,
+        run: str,
+        sources: Sequence[str],
+        *,
+        keys: Sequence[bytes] = (),
+        first_use: bool = False,
+        accept_expired: bool = False,
+        durability: Durability = Durability.SYNC,
+        keep: int = 2,
+        on_update: UpdateHook | str | None = None,
+        observer: Observer | None = None,
+        config: NetConfig | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """Take the options; open nothing yet.
+
+        Args:
+            out: The run's directory on this machine.
+            run: The run.
+            sources: Base URLs of relays, origins or static servers; several share the work.
+            keys: Raw public keys to pin.
+            first_use: Trust the first head's keys where none is known.
+            accept_expired: Take versions of an expired head.
+            durability: What a commit waits for.
+            keep: Committed versions that are kept.
+            on_update: Shell command to run after each commit.
+            observer: Told everything that happens.
+            config: Network bounds.
+            tls: For https; None means the system's certificates.
+
+        Raises:
+            UsageError: If an option is wrong.
+        """
+        self.options = WorkerOptions(
+            out=Path(out),
+            run=run,
+            sources=tuple(dict.fromkeys(source.rstrip("/") for source in sources)),
+            keys=tuple(keys),
+            first_use=first_use,
+            accept_expired=accept_expired,
+            durability=durability,
+            keep=keep,
+            on_update=UpdateHook(on_update) if isinstance(on_update, str) else on_update,
+            config=config or NetConfig(),
+            tls=tls,
+        )
+        self._observer = observer
+
+    # --- pull -------------------------------------------------------------------------------
+
+    def pull(self, version: int | None = None, manifest: str | None = None) -> Update:
+        """Bring a version here, verify it, commit it; the blocking form of ``apull``.
+
+        Raises:
+            UsageError: Also if an event loop runs in this thread: use ``apull`` there.
+        """
+        _refuse_running_loop("apull")
+        return asyncio.run(self.apull(version, manifest))
+
+    async def apull(self, version: int | None = None, manifest: str | None = None) -> Update:
+        """Bring a version here, verify it, commit it.
+
+        Cancellation leaves what was verified for the next try, and the old version current.
+
+        Args:
+            version: Its number; None means the newest.
+            manifest: Its manifest digest instead; expiry of the head does not matter then.
+
+        Returns:
+            The version; at once if it is here already.
+
+        Raises:
+            UsageError: If the options are wrong, or the directory belongs to another run.
+            NotFoundError: If there is no such run or version.
+            TrustError: If no acceptable head says so (ExpiredError, WithdrawnError, ...).
+            NetworkError, IntegrityError: If no source delivers; names each.
+            DiskError: If there is no room, or the system refuses.
+        """
+        if version is not None and manifest is not None:
+            raise UsageError("give a version or a manifest, not both")
+        if manifest is not None and not is_digest(manifest):
+            raise UsageError(f"manifest is not 64 lowercase hex digits: {manifest[:80]!r}")
+        async with open_worker(self.options, self._observer) as session:
+            accepted = await self._head(session, needed=manifest is None)
+            ref = await self._choose(session, accepted, version, manifest)
+            head = None if accepted is None else accepted.head
+            stored = session.here(ref)
+            if stored is not None and await session.whole(ref.version):
+                ready = Obtained(ref, stored, 0)
+                if session.store.current() == ref.version:
+                    path = Path(self.options.out.absolute(), "versions", stored.directory.name)
+                    return _update(ready, path, head)
+            else:
+                ready = await session.obtain(ref)
+            path = await session.activate(ready)
+            return _update(ready, path, head)
+
+    async def _choose(
+        self,
+        session: WorkerSession,
+        accepted: Accepted | None,
+        version: int | None,
+        manifest: str | None,
+    ) -> VersionRef:
+        if manifest is None:
+            assert accepted is not None
+            ref = trust.require_version(accepted.head, version)
+            if not self.options.accept_expired:
+                trust.require_fresh(accepted, session.keeper.clock_ms())
+            return ref
+        head = None if accepted is None else accepted.head
+        listed = [] if head is None else head.versions
+        ref = next((r for r in listed if r.manifest == manifest), None) or await session.ref_of(
+            manifest
+        )
+        if head is not None and ref.version in head.withdrawn:
+            raise WithdrawnError(f"version {ref.version} of run {head.run!r} was withdrawn")
+        known = session.keeper.state.manifests.get(ref.version)
+        if known is not None and known != manifest:
+            raise NotFoundError(
+                f"manifest {manifest} claims to be version {ref.version}, which is {known}"
+            )
+        return ref
+
+    async def _head(self, session: WorkerSession, *, needed: bool) -> Accepted | None:
+        """Return the newest head that any source gives within a moment of the first.
+
+        Raises:
+            ShardcastError: If no source gives an acceptable one in time, and it is needed.
+        """
+        keeper, config = session.keeper, self.options.config
+        async with _watching(session) as watching:
+            began = time.monotonic()
+            first: float | None = None
+            everyone = set(session.urls)
+            while True:
+                if watching.done():
+                    watching.result()
+                keeper.changed.clear()
+                now = time.monotonic()
+                if keeper.accepted is not None:
+                    first = now if first is None else first
+                    if everyone <= keeper.heard or now >= first + config.head_grace_s:
+                        return keeper.accepted
+                    left = first + config.head_grace_s - now
+                else:
+                    if now >= began + self._patience(session, needed=needed):
+                        if needed or not isinstance(keeper.verdict(), NetworkError):
+                            raise keeper.verdict()
+                        return None
+                    left = 0.25
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(keeper.changed.wait(), left)
+
+    def _patience(self, session: WorkerSession, *, needed: bool) -> float:
+        """Return how long to wait for a first head, by what the sources said so far."""
+        errors = session.keeper.errors
+        if set(session.urls) <= set(errors):
+            if not any(isinstance(error, NetworkError) for error in errors.values()):
+                return 0.0  # every source gave a head, and none is acceptable
+            if all(isinstance(e, SourceStatusError) and e.status == 404 for e in errors.values()):
+                return min(_UNKNOWN_RUN_S, self.options.config.give_up_after_s)
+            if not needed:
+                return 0.0
+        return self.options.config.give_up_after_s
+
+    # --- follow -----------------------------------------------------------------------------
+
+    async def follow(self) -> AsyncIterator[Update]:
+        """Yield each newer version once it is committed, until the caller stops.
+
+        Failures are events, and are tried again. Of updates that the caller is too slow to take,
+        only the newest is kept. Closing the iterator (``aclose``), or cancellation, ends every
+        thread, closes every socket and gives the directory's lock back before it returns.
+
+        Raises:
+            UsageError: If the options are wrong, or the directory belongs to another run.
+            StateError: If what is remembered is damaged.
+        """
+        newest: asyncio.Queue[Update] = asyncio.Queue(1)
+
+        def updated(ready: Obtained, path: Path, head: Head) -> None:
+            if newest.full():
+                newest.get_nowait()
+            newest.put_nowait(_update(ready, path, head))
+
+        async with open_worker(self.options, self._observer) as session:
+            current = await self._current(session)
+            async with _watching(session) as watching:
+                follower = Follower(
+                    session,
+                    session.keeper,
+                    session.emit,
+                    updated,
+                    accept_expired=self.options.accept_expired,
+                    current=current,
+                )
+                running = asyncio.ensure_future(follower.run())
+                try:
+                    while True:
+                        taking = asyncio.ensure_future(newest.get())
+                        try:
+                            await asyncio.wait(
+                                [taking, running, watching],
+                                return_when=asyncio.FIRST_COMPLETED,
+                            )
+                        finally:
+                            taking.cancel()
+                        for task in (running, watching):
+                            if task.done():
+                                task.result()  # it only ends by an error
+                        if taking.done() and not taking.cancelled():
+                            yield taking.result()
+                finally:
+                    running.cancel()
+                    await asyncio.gather(running, return_exceptions=True)
+
+    async def _current(self, session: WorkerSession) -> tuple[int, str] | None:
+        number = session.store.current()
+        if number is None or not await session.whole(number):
+            return None
+        stored = session.store.stored(number)
+        if stored is None or stored.version.manifest is None:
+            return None
+        return number, stored.version.manifest
+
+    def iterate(self) -> Iterator[Update]:
+        """Yield each newer version once it is committed: ``follow`` for code without asyncio.
+
+        Following goes on in a thread of its own while the caller works. Closing the iterator
+        ends it.
+
+        Raises:
+            ShardcastError: As ``follow``.
+        """
+        box: queue.Queue[Update | BaseException] = queue.Queue()
+        following = _FollowThread(self.follow, box)
+        following.start()
+        try:
+            while True:
+                item = box.get()
+                while not box.empty():
+                    item = box.get_nowait()
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+        finally:
+            following.stop()
+
+
+@asynccontextmanager
+async def _watching(session: WorkerSession) -> AsyncIterator[asyncio.Task[None]]:
+    """Watch all sources while the block runs; yield the task, which ends only by an error."""
+    watching = asyncio.ensure_future(session.watcher().watch())
+    watching.add_done_callback(lambda _: session.keeper.changed.set())
+    try:
+        yield watching
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+
+class _FollowThread(threading.Thread):
+    """Runs ``follow`` in an event loop of its own."""
+
+    def __init__(
+        self,
+        follow: Callable[[], AsyncIterator[Update]],
+        box: queue.Queue[Update | BaseException],
+    ) -> None:
+        super().__init__(name="follow", daemon=True)
+        self._follow = follow
+        self._box = box
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._entered = threading.Event()
+
+    def run(self) -> None:
+        try:
+            asyncio.run(self._main())
+        except asyncio.CancelledError:
+            pass
+        except BaseException as error:
+            self._box.put(error)
+        finally:
+            self._entered.set()
+
+    async def _main(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
+        self._entered.set()
+        async for update in self._follow():
+            self._box.put(update)
+
+    def stop(self) -> None:
+        self._entered.wait()
+        if self._loop is not None and self._task is not None:
+            with suppress(RuntimeError):  # the loop has ended by itself
+                self._loop.call_soon_threadsafe(self._task.cancel)
+        self.join()
+
+
+def _update(ready: Obtained, path: Path, head: Head | None) -> Update:
+    ref = ready.ref
+    return Update(
+        version=ref.version,
+        step=ref.step,
+        manifest=ref.manifest,
+        path=path,
+        bytes_fetched=ready.bytes_fetched,
+        head=head,
+    )
+
+
+def _refuse_running_loop(instead: str) -> None:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise UsageError(f"an event loop runs in this thread: use {instead}()")
