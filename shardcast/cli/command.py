@@ -111,12 +111,15 @@ def _with_environment(annotation: Any, parameter: str, command: str) -> Any:
         return annotation
     base, *rest = typing.get_args(annotation)
     named = [
-        _named(info, parameter, command) if isinstance(info, OptionInfo) else info for info in rest
+        _named(info, parameter, command, flag=base is bool)
+        if isinstance(info, OptionInfo)
+        else info
+        for info in rest
     ]
     return Annotated[(base, *named)]
 
 
-def _named(info: OptionInfo, parameter: str, command: str) -> OptionInfo:
+def _named(info: OptionInfo, parameter: str, command: str, *, flag: bool) -> OptionInfo:
     declared = [info.default, *(info.param_decls or ())]
     long = (text for text in declared if isinstance(text, str) and text.startswith("--"))
     option = next(long, parameter).strip("-").replace("-", "_").upper()
@@ -126,4 +129,6 @@ def _named(info: OptionInfo, parameter: str, command: str) -> OptionInfo:
     named = copy.copy(info)
     named.envvar = names
     named.show_envvar = False
+    if flag:
+        named.metavar = " "  # or the help says <bool>, as if a value were wanted
     return named

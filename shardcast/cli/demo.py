@@ -155,8 +155,8 @@ def _report(out: Output, results: list[VersionResult], seconds: float) -> None:
     out.result()
     out.result(
         "publish: hash and copy, without sync.  ready: from the announcement until a worker holds "
-        "every\nshard, verified.  rate: weights a second at the slowest worker.  origin sent: "
-        "bytes of blobs."
+        "every\nshard, verified; for version 1 also until everyone has found the new run.  rate: "
+        "weights a\nsecond at the slowest worker.  origin sent: bytes of blobs."
     )
     out.result(
         f"conditions: {conditions}; loopback; 8 processes share these cores; no deltas: every "

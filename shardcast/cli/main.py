@@ -9,11 +9,13 @@ import typer
 from shardcast.cli import (
     demo,
     export,
+    follow,
     gc,
     hold,
     inspect,
     keygen,
     publish,
+    pull,
     relay,
     status,
     verify,
@@ -21,6 +23,7 @@ from shardcast.cli import (
 )
 from shardcast.cli.command import register
 
+FIRST: Final = "Try it"
 PUBLISHING: Final = "Publishing"
 SERVING: Final = "Serving"
 PULLING: Final = "Pulling"
@@ -61,13 +64,15 @@ def root(
     """A CDN for model weights: publish once, relay through a tree, pull verified shards."""
 
 
-register(app, "demo", demo.demo, panel=PUBLISHING)
+register(app, "demo", demo.demo, panel=FIRST)
 register(app, "keygen", keygen.keygen, panel=PUBLISHING)
 register(app, "publish", publish.publish, panel=PUBLISHING)
 register(app, "withdraw", withdraw.withdraw, panel=PUBLISHING)
 register(app, "hold", hold.hold, panel=PUBLISHING)
 register(app, "relay", relay.relay, panel=SERVING)
 register(app, "export", export.export, panel=SERVING)
+register(app, "pull", pull.pull, panel=PULLING)
+register(app, "follow", follow.follow, panel=PULLING)
 register(app, "status", status.status, panel=LOOKING)
 register(app, "inspect", inspect.inspect, panel=LOOKING)
 register(app, "verify", verify.verify, panel=LOOKING)

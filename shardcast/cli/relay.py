@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import enum
 from pathlib import Path
 from typing import Annotated, Final
@@ -140,6 +139,8 @@ def relay(
 
     Prints one JSON line when it listens. SIGTERM lets running downloads finish.
     """
+    import asyncio
+
     from relay.app import serve
     from relay.config import Prefetch, RelayConfig
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
@@ -23,6 +22,8 @@ def status(
 
     With --json its answer is one event with the members it has. Exits 13 if it cannot be reached.
     """
+    import asyncio
+
     document = asyncio.run(_fetch(url))
     out.event("status", url=url, **{k: v for k, v in document.items() if k not in _OURS})
     for line in lines(document, url, time.time() * 1000):

@@ -18,7 +18,11 @@ _QUIET_KINDS: Final = frozenset({"progress", "started"})
 
 
 class WorkerView:
-    """Hears a worker's events, from any thread, one at a time."""
+    """Hears a worker's events, from any thread, one at a time.
+
+    Attributes:
+        committed: The versions that were said to be committed.
+    """
 
     def __init__(self, out: Output, shown: Meters) -> None:
         """Show events through ``out`` and progress in ``shown``."""
@@ -28,12 +32,15 @@ class WorkerView:
         self._meters: dict[int, Meter] = {}
         self._began: dict[int, float] = {}
         self._told: set[tuple[str | None, str]] = set()
+        self.committed: set[int] = set()
 
     def on_event(self, event: WorkerEvent) -> None:
         """Show one event."""
         with self._lock:
             kind = str(event.kind)
             self._measure(kind, event)
+            if kind == "committed" and event.version is not None:
+                self.committed.add(event.version)
             if kind not in _QUIET_KINDS:
                 self._emit(kind, event)
             self._say(kind, event)
@@ -62,7 +69,7 @@ class WorkerView:
             "version": event.version,
             "step": event.step,
             "manifest": event.manifest,
-            "path": None if event.path is None else str(event.path),
+            "path": None if event.path is None else str(event.path.absolute()),
             "bytes_fetched": event.bytes_fetched,
         }
         if event.error is not None:

@@ -224,8 +224,8 @@ class Scenario:
             announced_ms=int(event["t"]),
         )
         self.results.append(result)
-        self._replay(result.version)
         self._audience.published(result)
+        self._replay(result.version)
         self._audience.doing(f"distributing version {result.version}")
         self._processes.wait(
             lambda: len(result.ready_s) == len(WORKERS) and self._committed(result.version),

@@ -1,0 +1,52 @@
+"""Coroutines as commands: SIGTERM cancels them and they end cleanly."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Coroutine
+from typing import Any, Final, TypeVar
+
+EXIT_TERMINATED: Final = 143  # 128 + SIGTERM
+
+_T = TypeVar("_T")
+
+
+class TerminatedError(Exception):
+    """SIGTERM came; everything has ended in order."""
+
+
+def run_until_terminated(work: Coroutine[Any, Any, _T]) -> _T:
+    """Run a coroutine; SIGTERM cancels it, as Ctrl-C does.
+
+    Raises:
+        TerminatedError: After SIGTERM, when the coroutine has ended.
+        KeyboardInterrupt: After SIGINT, likewise.
+    """
+    import asyncio
+
+    return asyncio.run(_terminable(work))
+
+
+async def _terminable(work: Coroutine[Any, Any, _T]) -> _T:
+    import asyncio
+
+    loop = asyncio.get_running_loop()
+    task = asyncio.ensure_future(work)
+    came = asyncio.Event()
+
+    def terminate() -> None:
+        came.set()
+        task.cancel()
+
+    with contextlib.suppress(NotImplementedError, ValueError):  # not in the main thread
+        loop.add_signal_handler(signal.SIGTERM, terminate)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if came.is_set():
+            raise TerminatedError from None
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        raise

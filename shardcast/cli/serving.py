@@ -1,0 +1,92 @@
+"""``follow --serve``: a worker's committed versions, served to its neighbours as they are.
+
+The relay runs as an origin over a view of OUT: a directory ``OUT/state/serve/{run}`` whose
+``versions``, ``blobs`` and ``state`` are links to OUT's own, and whose ``head.json`` follows OUT's
+once the version that it calls newest is committed. So it never announces what it cannot serve.
+The view's publish lock is held, which keeps the relay from removing anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from shardcast.errors import MalformedError
+from shardcast.store.files import atomic_write, disk_errors
+from shardcast.store.run import RunStore
+
+POLL_S: Final = 0.1
+"""One stat: a committed version is served within this time."""
+
+
+async def serve_out(out: Path, run: str, listen: str, ready: Callable[[str], None]) -> None:
+    """Serve OUT until cancelled.
+
+    Raises:
+        UsageError: If it cannot listen there.
+        DiskError: If the view cannot be made.
+    """
+    from relay.app import serve
+    from relay.config import RelayConfig
+
+    store = RunStore(out, run)
+    view = make_view(out, run)
+    # It holds the newest versions only, and the head names older ones.
+    logging.getLogger("relay.origin").setLevel(logging.CRITICAL)
+    lock = store.lock("publish", what=f"serving {out}")
+    try:
+        lock.acquire(wait_s=5.0)
+        config = RelayConfig(store=view.parent, listen=listen, runs=(run,))
+        async with asyncio.TaskGroup() as group:
+            group.create_task(_forward_heads(store, view))
+            await serve(config, ready=ready, stop=asyncio.Event())
+    finally:
+        lock.release()
+        store.close()
+
+
+def make_view(out: Path, run: str) -> Path:
+    """Make the directory that the relay serves; return it."""
+    view = out / "state" / "serve" / run
+    with disk_errors(view, "making"):
+        view.mkdir(parents=True, exist_ok=True)
+        for name in ("versions", "blobs", "state"):
+            target = os.path.abspath(out / name)
+            link = view / name
+            if not link.is_symlink() or os.readlink(link) != target:
+                with contextlib.suppress(FileNotFoundError):
+                    link.unlink()
+                link.symlink_to(target)
+    return view
+
+
+async def _forward_heads(store: RunStore, view: Path) -> None:
+    seen: tuple[int, int, int] | None = None
+    while True:
+        stamp = store.head_stamp()
+        if stamp is not None and stamp != seen:
+            data = await asyncio.to_thread(servable_head, store)
+            if data is not None:
+                await asyncio.to_thread(atomic_write, view / "head.json", data, sync=False)
+                seen = stamp
+        await asyncio.sleep(POLL_S)
+
+
+def servable_head(store: RunStore) -> bytes | None:
+    """Return OUT's head if the version it calls newest is committed here, else None."""
+    from shardcast.protocol.envelope import open_unverified
+    from shardcast.protocol.head import decode_head
+
+    data = store.read_head()
+    if data is None:
+        return None
+    try:
+        newest = decode_head(open_unverified(data)[1]).version
+    except MalformedError:
+        return None
+    return data if newest is not None and newest in store.committed() else None

@@ -1,0 +1,127 @@
+"""A worker's events as lines and as JSON."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardcast.cli.output import EVENT_MEMBERS, Output
+from shardcast.cli.progress import LineMeters
+from shardcast.cli.worker_view import WorkerView
+from shardcast.errors import IntegrityError, NetworkError
+from shardcast.events import EventKind, WorkerEvent
+
+
+class Clock:
+    """Time that passes when told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def event(kind: EventKind, **members: object) -> WorkerEvent:
+    return WorkerEvent(kind=kind, run="policy", t=1700000000000, **members)  # type: ignore[arg-type]
+
+
+def view(out: Output, clock: Clock, every_s: float = 1.0) -> WorkerView:
+    return WorkerView(out, LineMeters(out, every_s, clock))
+
+
+LIFE = (
+    event(EventKind.HEAD, version=4),
+    event(EventKind.STARTED, version=4, step=40, bytes_done=0, bytes_total=1000),
+    event(EventKind.PROGRESS, version=4, bytes_done=400, bytes_total=1000),
+    event(
+        EventKind.READY,
+        version=4,
+        step=40,
+        manifest="ab" * 32,
+        path=Path("/out/state/staging/000004"),
+        bytes_fetched=1000,
+    ),
+    event(
+        EventKind.COMMITTED,
+        version=4,
+        step=40,
+        manifest="ab" * 32,
+        path=Path("/out/versions/000004"),
+        bytes_fetched=1000,
+    ),
+)
+
+
+def test_json_events_carry_every_member_the_design_names(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    clock = Clock()
+    shown = view(Output(json=True), clock)
+    for one in LIFE:
+        shown.on_event(one)
+        clock.now += 2
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [one["event"] for one in events] == ["head", "progress", "ready", "committed"]
+    for one in events[2:]:
+        assert set(EVENT_MEMBERS) | {"event", "t"} == set(one)
+        assert (one["run"], one["version"], one["step"]) == ("policy", 4, 40)
+        assert (one["manifest"], one["bytes_fetched"]) == ("ab" * 32, 1000)
+    assert events[2]["t"] == 1700000000000
+    assert events[3]["path"] == "/out/versions/000004"
+    assert (events[1]["bytes"], events[1]["bytes_total"]) == (400, 1000)
+
+
+def test_errors_name_code_message_and_source(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = view(Output(json=True), Clock())
+    shown.on_event(event(EventKind.ERROR, error=NetworkError("gone", source="http://a")))
+    shown.on_event(event(EventKind.SOURCE, source="http://b", error=NetworkError("slow")))
+    first, second = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert (first["event"], first["code"], first["message"], first["source"]) == (
+        "error",
+        "network",
+        "gone",
+        "http://a",
+    )
+    assert (second["event"], second["source"]) == ("source", "http://b")
+
+
+def test_people_see_ready_and_committed(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    shown = view(Output(), clock)
+    for one in LIFE:
+        shown.on_event(one)
+        clock.now += 2
+    captured = capsys.readouterr()
+    assert captured.out.splitlines()[0].startswith("ready      policy version 4 (step 40) after")
+    assert "1.00 kB fetched" in captured.out
+    assert captured.out.endswith("committed  policy version 4 (step 40): /out/versions/000004\n")
+    assert "policy version 4: 400 B of 1.00 kB (40 %)" in captured.err
+
+
+def test_a_source_that_is_down_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = view(Output(), Clock())
+    for _ in range(5):
+        shown.on_event(event(EventKind.SOURCE, source="http://b", error=NetworkError("refused")))
+    assert capsys.readouterr().err == "http://b: refused\n"
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (EventKind.HELD, "holds activations"),
+        (EventKind.SUPERSEDED, "left for a newer one"),
+        (EventKind.FROZEN, "expired"),
+        (EventKind.THAWED, "fresh head"),
+        (EventKind.DAMAGED, "fetched again"),
+        (EventKind.BANNED, "http://b"),
+        (EventKind.ERROR, "wrong bytes"),
+    ],
+)
+def test_what_people_should_know_is_said(
+    capsys: pytest.CaptureFixture[str], kind: EventKind, said: str
+) -> None:
+    shown = view(Output(), Clock())
+    error = None if kind is EventKind.FROZEN else IntegrityError("wrong bytes")
+    shown.on_event(event(kind, version=4, source="http://b", error=error))
+    assert said in capsys.readouterr().err
