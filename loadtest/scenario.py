@@ -136,7 +136,7 @@ def environment(work: Path) -> dict[str, Any]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "file_system": file_system(work),
-        "load_before": os.getloadavg()[0],
+        "load_average_1_min_at_end": os.getloadavg()[0],
         "programs": {name: program_version(name) for name in ("nginx", "curl")},
         "packages": versions,
     }
