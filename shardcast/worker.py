@@ -233,8 +233,10 @@ class Worker:
                             raise keeper.verdict()
                         return None
                     left = 0.25
+                # Not wait_for: before Python 3.12 it may swallow a cancellation.
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(keeper.changed.wait(), left)
+                    async with asyncio.timeout(left):
+                        await keeper.changed.wait()
 
     def _patience(self, session: WorkerSession, *, needed: bool) -> float:
         """Return how long to wait for a first head, by what the sources said so far."""

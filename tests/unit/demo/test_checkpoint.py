@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,11 +20,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def tensors_of(path: Path) -> dict[str, bytes]:
+def read(path: Path) -> list[tuple[str, dict[str, Any]]]:
     """Its tensors as the reference implementation reads them."""
-    return {
-        name: bytes(entry["data"]) for name, entry in safetensors.deserialize(path.read_bytes())
-    }
+    entries: list[tuple[str, dict[str, Any]]] = safetensors.deserialize(path.read_bytes())  # type: ignore[no-untyped-call]
+    return entries
+
+
+def tensors_of(path: Path) -> dict[str, bytes]:
+    """The bytes of its tensors by name."""
+    return {name: bytes(entry["data"]) for name, entry in read(path)}
 
 
 def weights(directory: Path) -> np.ndarray:
@@ -45,7 +50,7 @@ def test_the_reference_implementation_reads_every_file(model: Path) -> None:
     assert found == index["weight_map"]
     assert index["metadata"]["total_size"] == weights(model).nbytes
     for path in files:
-        for name, entry in safetensors.deserialize(path.read_bytes()):
+        for name, entry in read(path):
             assert entry["dtype"] == "BF16"
             planned = {t.name: list(t.shape) for t in checkpoint.plan_tensors(8_000_000)}
             assert entry["shape"] == planned[name]
