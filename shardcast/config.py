@@ -39,8 +39,11 @@ class NetConfig:
         head_wait_s: Long poll for a head; servers clamp it to 25 s themselves.
         head_poll_s: Pause between polls of a server that does not wait.
         head_grace_s: A single pull takes the newest head that came this long after the first.
-        overtake_factor: A transfer that would last this many times longer than starting it again
+        overtake_factor: In the end game a transfer that would last this many times longer than
             elsewhere is continued elsewhere.
+        lag_s: And no sooner than it lags by this much: more than a hiccup of TCP.
+        silent_s: And one that brought nothing, no sooner than after this long: a relay may first
+            have to fetch the blob itself.
     """
 
     connect_timeout_s: float = 10.0
@@ -62,6 +65,8 @@ class NetConfig:
     head_poll_s: float = 2.0
     head_grace_s: float = 0.5
     overtake_factor: float = 3.0
+    lag_s: float = 1.0
+    silent_s: float = 2.0
 
     def __post_init__(self) -> None:
         """Check what would make the client misbehave.

@@ -334,28 +334,28 @@ def _wrapped(
 ) -> Connection:
     if not endpoint.tls:
         return Connection(endpoint, config, sock)
+    wrapped = sock
     try:
         sock.settimeout(max(deadline - time.monotonic(), 0.001))
-        with cancel.hook(lambda: _shutdown(sock)):
-            # wrap_socket detaches `sock`: shut down what carries the handshake.
-            wrapped = (tls or default_tls()).wrap_socket(
-                sock, server_hostname=endpoint.host, do_handshake_on_connect=False
-            )
-        with cancel.hook(lambda: _shutdown(wrapped)):
+        secured = (tls or default_tls()).wrap_socket(
+            sock, server_hostname=endpoint.host, do_handshake_on_connect=False
+        )
+        wrapped = secured  # it took the descriptor over
+        with cancel.hook(lambda: _shutdown(secured)):
             cancel.check()
-            wrapped.do_handshake()
-    except ssl.SSLCertVerificationError as error:
-        sock.close()
-        raise NetworkError(
-            f"certificate of {endpoint.host} is not trusted: {error.verify_message}"
-        ) from error
-    except TimeoutError as error:
-        sock.close()
-        raise StallError(f"no TLS handshake within {config.connect_timeout_s:g} s") from error
-    except (OSError, ValueError) as error:
-        sock.close()
+            secured.do_handshake()
+    except BaseException as error:
+        wrapped.close()
         cancel.check()
-        raise NetworkError(f"TLS handshake failed: {error}") from error
+        if isinstance(error, ssl.SSLCertVerificationError):
+            raise NetworkError(
+                f"certificate of {endpoint.host} is not trusted: {error.verify_message}"
+            ) from error
+        if isinstance(error, TimeoutError):
+            raise StallError(f"no TLS handshake within {config.connect_timeout_s:g} s") from error
+        if isinstance(error, (OSError, ValueError)):
+            raise NetworkError(f"TLS handshake failed: {error}") from error
+        raise
     return Connection(endpoint, config, wrapped)
 
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Protocol, Self
 
 from blake3 import blake3
 from xxhash import xxh3_128
@@ -412,8 +412,10 @@ class BlobSource:
                 left -= got
         keep = keep and left == 0
         if 300 <= status < 400:
-            where = head.headers.get("location", "nowhere")[:200]
-            error = NetworkError(f"redirects blob {transfer.digest} to {where}: not followed")
+            where = head.headers.get("location", "nowhere")
+            error = NetworkError(
+                f"redirects blob {transfer.digest} to {where!r:.200}: not followed"
+            )
         else:
             if status == 416:
                 transfer.restart()
@@ -453,6 +455,12 @@ class BlobSource:
             idle, self._idle = self._idle, []
         for connection in idle:
             connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class _SpentError(Exception):

@@ -40,17 +40,11 @@ _LOOK_AHEAD: Final = 64
 _POLL_S: Final = 0.1
 """How often an idle thread looks whether a transfer lags."""
 
-_LAG_S: Final = 1.0
-"""No transfer is overtaken before it lags by this much: less than a hiccup of TCP."""
-
 _OVERTAKES: Final = 3
 """Most times that one blob is taken from a source that is merely slow."""
 
 _PATIENCE: Final = 10
 """Received but unverified bytes keep a pull alive for this many times ``give_up_after_s``."""
-
-_SILENT_S: Final = 2.0
-"""Nor before it was silent for so long: a relay may first have to fetch the blob itself."""
 
 _SOURCE_FAULTS: Final = (NetworkError, IntegrityError, MalformedError)
 
@@ -338,18 +332,18 @@ class Schedule:
             return None
         elapsed = now - flight.started
         there = self._best_elsewhere(flight)
-        if there is None or elapsed < _LAG_S:
+        if there is None or elapsed < self._config.lag_s:
             return None
         offset, total = job.transfer.offset, job.transfer.total
         got = offset - flight.start_offset
         if got <= 0:
-            return elapsed if elapsed >= _SILENT_S else None
+            return elapsed if elapsed >= self._config.silent_s else None
         if total is None or there <= 0:
             return None
         here_s = (total - offset) * elapsed / got
         there_s = (total - offset) / there
         lag = here_s - self._config.overtake_factor * there_s
-        return lag if lag > _LAG_S else None
+        return lag if lag > self._config.lag_s else None
 
     def _best_elsewhere(self, flight: Flight) -> float | None:
         """Return the rate of the best other source that works; 0 where none was measured yet."""

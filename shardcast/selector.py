@@ -44,7 +44,7 @@ HEAL_S: Final = 30.0
 RATED_BYTES: Final = 64 * 1024
 """Smaller blobs measure the round trip, not the bandwidth."""
 
-REST_FIRST_S: Final = 0.5
+REST_FIRST_S: Final = 1.0
 REST_CAP_S: Final = 10.0
 """Longest rest after failures: a source that recovers is found within seconds."""
 
@@ -105,6 +105,8 @@ class Selector(Generic[Key]):
         clock: Callable[[], float],
         rng: random.Random,
         limit: int | None = None,
+        rest_first_s: float = REST_FIRST_S,
+        rest_cap_s: float = REST_CAP_S,
     ) -> None:
         """Begin without estimates.
 
@@ -113,10 +115,14 @@ class Selector(Generic[Key]):
             clock: Monotonic seconds.
             rng: Random numbers.
             limit: Most requests in flight to one source, None for any number.
+            rest_first_s: Longest rest after a first failure; it doubles with each further one.
+            rest_cap_s: Longest rest of all.
         """
         self._clock = clock
         self._rng = rng
         self._limit = limit
+        self._rest_first_s = rest_first_s
+        self._rest_cap_s = rest_cap_s
         self._lock = threading.Lock()
         self._picks = 0
         now = clock()
@@ -221,7 +227,8 @@ class Selector(Generic[Key]):
             source.success = min(self._success(source, now) * (1 - SUCCESS_WEIGHT), before)
             source.judged_at = now
             source.failures += 1
-            cap = min(REST_FIRST_S * 2.0 ** min(source.failures, 16), REST_CAP_S)
+            doublings = min(source.failures - 1, 16)
+            cap = min(self._rest_first_s * 2.0**doublings, self._rest_cap_s)
             rest = max(self._rng.uniform(cap / 4, cap), retry_after or 0.0)
             source.rest_until = max(source.rest_until, now + rest)
             source.probe_at_pick = self._picks + PROBE_SHARE

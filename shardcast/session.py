@@ -138,6 +138,8 @@ class WorkerSession:
             clock=time.monotonic,
             rng=self._rng,
             limit=options.config.connections_per_source,
+            rest_first_s=options.config.backoff_first_s * 2,
+            rest_cap_s=options.config.backoff_cap_s,
         )
         self._scans = Scans(store, options.threads)
         self._documents = threading.Lock()

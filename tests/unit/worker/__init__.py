@@ -1,0 +1,1 @@
+"""Tests of the worker side: data plane, selection, schedule, pull and follow."""
