@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import enum
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from shardcast.config import NetConfig
 from shardcast.connection import parse_endpoint
@@ -12,6 +14,10 @@ from shardcast.errors import UsageError
 from shardcast.protocol.documents import check_run
 from shardcast.protocol.envelope import PUBLIC_KEY_BYTES
 from shardcast.protocol.limits import KIB, MIB
+
+log = logging.getLogger("relay.config")
+
+_SHORT_TOKEN: Final = 16
 
 
 class Prefetch(enum.StrEnum):
@@ -167,12 +173,14 @@ def read_token(path: Path) -> bytes:
     """Read the publish token: the file's first line.
 
     Raises:
-        UsageError: If it cannot be read, or is too short to be a secret.
+        UsageError: If it cannot be read, or is empty or not plain ASCII.
     """
     try:
         text = path.read_text("utf-8").split("\n", 1)[0].strip()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"publish token cannot be read: {error}", source=str(path)) from error
-    if len(text) < 16 or not text.isascii():
-        raise UsageError("publish token is shorter than 16 ASCII characters", source=str(path))
+    if not text or not text.isascii():
+        raise UsageError("publish token is empty or not plain ASCII", source=str(path))
+    if len(text) < _SHORT_TOKEN:
+        log.warning("publish token in %s has only %d characters: easy to guess", path, len(text))
     return text.encode("ascii")

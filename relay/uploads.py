@@ -178,6 +178,10 @@ class Uploads:
         version = upload.version(self.run.name)
         if version is None:
             return
+        for key, rival in list(self._by_layout.items()):
+            same = rival.layout is not None and rival.layout.version == version.number
+            if same and rival is not upload:  # its files make way for ours
+                self._drop(key)
         upload.stored = await in_thread(lambda: self.run.store.stage(version))
         upload.index = {}
         for shard, digest in enumerate(version.digests):

@@ -174,7 +174,7 @@ def _layout(
     layout = plan_layout(options, selection, memory.run, number, previous, now_ms)
     same_moment = msgspec.structs.replace(layout, created_at=0, lineage=options.lineage or "")
     stamps = [(str(f.location), f.stamp.mtime_ns, f.stamp.inode) for f in selection.files]
-    fingerprint = digest_of(msgspec.json.encode((client.url, same_moment, stamps)))
+    fingerprint = digest_of(msgspec.json.encode((same_moment, stamps)))
     path = memory.root / "state" / "pending.json"
     try:
         pending = msgspec.json.decode(path.read_bytes(), type=Pending)

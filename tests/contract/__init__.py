@@ -1,0 +1,1 @@
+"""What the HTTP surface promises, checked with raw bytes over real sockets."""
