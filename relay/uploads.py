@@ -222,7 +222,7 @@ class Uploads:
     def knows(self, digest: str) -> bool:
         """Say whether a document is registered."""
         return any(
-            digest == u.layout_digest
+            (digest == u.layout_digest and u.layout is not None)
             or digest in u.parts
             or digest in u.delta_parts
             or (u.manifest is not None and u.manifest[0] == digest)
