@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from relay.admission import raise_descriptor_limit
@@ -66,7 +66,7 @@ async def serve(
         server = Server(node, Handlers(node, publishing, clients))
         feed: OriginFeed | ParentFeed = OriginFeed(node) if config.origin else ParentFeed(node)
         node.feed = feed
-        with _signals(loop, stopping):
+        with contextlib.nullcontext() if stop is not None else _signals(loop, stopping):
             await _run(node, feed, server, publishing, ready, stopping)
     finally:
         await asyncio.to_thread(_close, node)
@@ -141,7 +141,7 @@ def _close(node: Node) -> None:
 
 
 @contextlib.contextmanager
-def _signals(loop: asyncio.AbstractEventLoop, stopping: asyncio.Event):  # type: ignore[no-untyped-def]
+def _signals(loop: asyncio.AbstractEventLoop, stopping: asyncio.Event) -> Iterator[None]:
     """Let SIGTERM and SIGINT set the event, where this is the main thread."""
     installed = []
     for number in (signal.SIGTERM, signal.SIGINT):

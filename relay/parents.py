@@ -29,7 +29,6 @@ log = logging.getLogger("relay.parents")
 
 ROUNDS: Final = 6
 """How often one fill asks all its sources before it fails."""
-PAUSE_FIRST_S: Final = 0.2
 PAUSE_CAP_S: Final = 3.0
 
 
@@ -127,7 +126,7 @@ class Sources:
         self.siblings = siblings
         self.clock = clock
         self.config = config
-        self._rng = rng or random.Random()  # noqa: S311 - spreads load, keeps no secret
+        self.rng = rng or random.Random()  # noqa: S311 - spreads load, keeps no secret
         me = {NODE_HEADER: node}
         aside = {**me, SIBLING_HEADER: node}
         # A sibling is near and only saves the parent work: no long patience with it.
@@ -150,7 +149,7 @@ class Sources:
         found = self._selectors.get(run)
         if found is None:
             keys = {**self.direct, **self.lateral}
-            found = Selector(keys, clock=self.clock, rng=self._rng)
+            found = Selector(keys, clock=self.clock, rng=self.rng)
             found = self._selectors.setdefault(run, found)
         return found
 
@@ -191,7 +190,7 @@ class SourceRoute:
         self._aside = aside
         self._tried: set[str] = set()
         self._rounds = 0
-        self._last = sources.clock()
+        self._started = sources.clock()
 
     def next(self) -> Choice | float | None:
         """Return a source, or seconds to wait, or None."""
@@ -217,14 +216,19 @@ class SourceRoute:
         return self._pause()
 
     def _pause(self) -> float | None:
+        sources = self._sources
         self._rounds += 1
-        spent = self._sources.clock() - self._last
-        if self._rounds >= ROUNDS or spent > self._sources.config.limits.fill_deadline_s:
+        spent = sources.clock() - self._started
+        if self._rounds >= ROUNDS or spent > sources.config.limits.fill_deadline_s:
             return None
-        if not self._sources.parents.nearer and self._rounds > 1:
+        asked = sources.parents.nearer if sources.parents.nearer else sources.direct
+        if all(self._selector.rating(url).banned for url in asked):
+            return None
+        if not sources.parents.nearer and self._rounds > 1:
             return None
         self._tried.clear()
-        return float(min(PAUSE_FIRST_S * 2.0**self._rounds, PAUSE_CAP_S))
+        cap = min(sources.config.net.backoff_first_s * 2.0**self._rounds, PAUSE_CAP_S)
+        return sources.rng.uniform(cap / 2, cap)
 
     def succeeded(self, choice: Choice, fetched: Fetched) -> None:
         """Rate the source."""

@@ -1,0 +1,78 @@
+"""Relays that run inside the test's own event loop."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from relay.app import serve
+from relay.config import Limits, RelayConfig
+from shardcast.config import NetConfig
+from tests.contract.made import signer
+from tests.contract.wire_client import PATIENCE_S, eventually, http
+
+QUICK = NetConfig(
+    connect_timeout_s=2.0,
+    read_timeout_s=3.0,
+    header_timeout_s=8.0,
+    backoff_first_s=0.05,
+    backoff_cap_s=0.3,
+    head_poll_s=0.2,
+)
+LIMITS = Limits(drain_s=5.0, refresh_pause_s=0.1)
+
+
+def config(store: Path, *parents: str, key: int | None = 1, **options: Any) -> RelayConfig:
+    """The configuration of a relay for tests: free port, short timeouts."""
+    if parents and key is not None and not options.get("first_use"):
+        options.setdefault("pubkeys", (signer(key).public_key,))
+    return RelayConfig(
+        **{
+            "store": store,
+            "listen": "127.0.0.1:0",
+            "parents": parents,
+            "net": QUICK,
+            "limits": LIMITS,
+            **options,
+        }
+    )
+
+
+def limits(**options: Any) -> Limits:
+    return replace(LIMITS, **options)
+
+
+@asynccontextmanager
+async def running(settings: RelayConfig) -> AsyncIterator[str]:
+    """Runs a relay; yields its URL; it must end by itself when told to."""
+    stop = asyncio.Event()
+    url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(serve(settings, ready=url.set_result, stop=stop))
+    await asyncio.wait([task, url], return_when=asyncio.FIRST_COMPLETED, timeout=PATIENCE_S)
+    if not url.done():
+        await task
+    try:
+        yield url.result()
+    finally:
+        stop.set()
+        await asyncio.wait_for(task, PATIENCE_S)
+
+
+async def wait_ready(url: str) -> None:
+    """Waits until the relay holds the newest version whole."""
+
+    async def check() -> bool:
+        return (await http(url, "/readyz")).status == 200
+
+    await eventually(check, what=f"{url} ready")
+
+
+async def wait_head(url: str, run: str = "policy") -> None:
+    """Waits until the relay serves a head."""
+
+    async def check() -> bool:
+        return (await http(url, f"/v1/{run}/head")).status == 200
+
+    await eventually(check, what=f"{url} has a head")
