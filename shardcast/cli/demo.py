@@ -75,7 +75,7 @@ def demo(
     with _ended_as_interrupt(), _scratch(directory, keep=keep_files, out=out) as root:
         plan = Plan(root=root, source=checkpoint, size_bytes=bytes_wanted, updates=updates)
         results = _watched(out, plan)
-    _report(out, results, time.monotonic() - began)
+    report(out, results, time.monotonic() - began)
 
 
 def _possible_updates(out: Output, checkpoint: Path, updates: int) -> int:
@@ -140,7 +140,12 @@ def _ended_as_interrupt() -> Iterator[None]:
 # --- the report -------------------------------------------------------------------------------
 
 
-def _report(out: Output, results: list[VersionResult], seconds: float) -> None:
+def report(out: Output, results: list[VersionResult], seconds: float) -> None:
+    """Print what was measured.
+
+    Raises:
+        IntegrityError: If a worker's directory does not equal the source.
+    """
     equal = all(all(result.equal.values()) and result.equal for result in results)
     conditions = _conditions()
     out.event(
@@ -153,35 +158,37 @@ def _report(out: Output, results: list[VersionResult], seconds: float) -> None:
     out.result()
     out.result(table(_HEADERS, [_row(result) for result in results]))
     out.result()
-    out.result(
-        "publish: hash and copy, without sync.  ready: from the announcement until a worker holds "
-        "every\nshard, verified; for version 1 also until everyone has found the new run.  rate: "
-        "weights a\nsecond at the slowest worker.  origin sent: bytes of blobs."
-    )
-    out.result(
-        f"conditions: {conditions}; loopback; 8 processes share these cores; no deltas: every "
-        "version travels in full"
-    )
+    sizes = sorted({size(result.bytes) for result in results})
+    for line in (
+        f"each version: {' or '.join(sizes)} in {count(results[0].files, 'file')}, published whole",
+        "publish    hash and copy, without sync",
+        "worker-N   from the announcement until it holds every shard, verified",
+        "           (version 1: also until everyone has found the new run)",
+        "rate       weights a second at the slowest worker",
+        "origin     bytes of weights that left the origin",
+        f"conditions {conditions}, loopback, 8 processes",
+    ):
+        out.result(line)
+    out.result()
     files = sum(result.files for result in results)
     if not equal:
         differing = sorted({n for r in results for n, same in r.equal.items() if not same})
         raise IntegrityError(f"not equal to the source: {', '.join(differing)}")
     out.result(
         f"equal: {count(files, 'file')} of {count(len(results), 'version')}, byte for byte, on "
-        f"each of 3 workers; {duration(seconds)} in all"
+        f"all 3 workers; {duration(seconds)} in all"
     )
 
 
 _HEADERS = (
-    "version",
-    "size",
+    "ver",
     "changed",
     "publish",
-    "worker-1 ready",
-    "worker-2 ready",
-    "worker-3 ready",
+    "worker-1",
+    "worker-2",
+    "worker-3",
     "rate",
-    "origin sent",
+    "origin",
     "equal",
 )
 
@@ -191,7 +198,6 @@ def _row(result: VersionResult) -> tuple[object, ...]:
     slowest = max((s for s in ready if s is not None), default=0.0)
     return (
         result.version,
-        size(result.bytes),
         None if result.changed is None else f"{100 * result.changed:.2f} %",
         duration(result.publish_s),
         *(None if seconds is None else duration(seconds) for seconds in ready),

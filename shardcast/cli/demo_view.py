@@ -17,12 +17,13 @@ if TYPE_CHECKING:
 _TREE: Final = (
     ("origin", "origin"),
     ("relay-1", "├─ relay-1"),
-    ("relay-2", "├─ relay-2"),
-    ("worker-1", "│  ├─ worker-1 (relay-1, relay-2)"),
-    ("relay-3", "│  └─ relay-3 (relay-1, relay-2)"),
-    ("worker-2", "│     ├─ worker-2"),
-    ("worker-3", "│     └─ worker-3"),
+    ("relay-2", "└─ relay-2"),
+    ("worker-1", "   ├─ worker-1"),
+    ("relay-3", "   └─ relay-3"),
+    ("worker-2", "      ├─ worker-2"),
+    ("worker-3", "      └─ worker-3"),
 )
+_LEGEND: Final = "relay-1 and relay-2 are siblings; worker-1 and relay-3 fetch from both"
 
 
 class LineView:
@@ -135,18 +136,17 @@ class LiveView:
 
     def compared(self, result: VersionResult) -> None:
         """Directories were compared."""
-        equal = "all equal" if all(result.equal.values()) else "NOT EQUAL"
+        equal = "equal" if all(result.equal.values()) else "NOT EQUAL"
         slowest = max(result.ready_s.values(), default=0.0)
         with self._lock:
             self._history.append(
-                f"version {result.version}: published in {duration(result.publish_s)}, last worker "
-                f"ready {duration(slowest)} later, {result.files} files {equal}"
+                f"version {result.version}: published in {duration(result.publish_s)}, last ready "
+                f"{duration(slowest)} later, {result.files} files {equal}"
             )
 
     def _ready_text(self, name: str, result: VersionResult) -> str:
         seconds = result.ready_s[name]
-        text = f"version {result.version} ready after {duration(seconds)}"
-        return f"{text}, {rate(result.bytes, seconds)}"
+        return f"ready {duration(seconds)}, {rate(result.bytes, seconds)}"
 
     def render(self) -> RenderableType:
         """Return what the terminal shows now."""
@@ -157,13 +157,17 @@ class LiveView:
 
         with self._lock:
             grid = Table.grid(padding=(0, 2))
+            for _column in range(4):
+                grid.add_column(no_wrap=True)
             for name, label in _TREE:
                 done, total = self._done.get(name, (0, 0))
                 bar: RenderableType = (
-                    ProgressBar(total=total, completed=done, width=24) if total else Text("")
+                    ProgressBar(total=total, completed=done, width=16) if total else Text("")
                 )
-                amount = f"{size(done)} of {size(total)}" if total else ""
+                amount = size(total) if done >= total else f"{size(done)} of {size(total)}"
+                amount = amount if total else ""
                 grid.add_row(Text(label, style="bold"), bar, Text(amount), Text(self._state[name]))
             elapsed = duration(time.monotonic() - self._began)
             lines = [Text(line) for line in self._history]
-            return Group(*lines, Text(f"{self._act} ... ({elapsed})", style="cyan"), grid)
+            act = Text(f"{self._act} ... ({elapsed})", style="cyan")
+            return Group(*lines, act, grid, Text(_LEGEND, style="dim"))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
 LINE_EVERY_S: Final = 5.0
-EVENT_EVERY_S: Final = 0.5
+EVENT_EVERY_S: Final = 0.25
 
 
 class Meter(Protocol):

@@ -95,7 +95,7 @@ def test_publish_to_a_remote_origin_and_pull_from_it(tmp_path: Path) -> None:
     token.write_text("0123456789abcdef-token\n")
     with tree(tmp_path / "tree") as made:
         origin = made.origin("--publish-token-file", str(token), *made.trust)
-        arguments = ["publish", ckpt, "--run", "policy", "--to", origin.url, "--json",
+        arguments: list[str | Path] = ["publish", ckpt, "--run", "policy", "--to", origin.url, "--json",
                      "--key", made.keys / "shardcast.key"]  # fmt: skip
         state = {"XDG_STATE_HOME": str(tmp_path / "state")}
         ran = run(*arguments, "--token-file", token, **state)
@@ -223,10 +223,54 @@ def test_the_demo_takes_any_checkpoint_and_may_keep_its_files(tmp_path: Path) ->
     ran = run("demo", ckpt, "--dir", scratch, "--keep-files")
     assert ran.returncode == 0, ran.stderr
     assert "no bf16 safetensors" in ran.stderr
-    assert "equal: 1 file of 1 version, byte for byte, on each of 3 workers" in ran.stdout
+    assert "equal: 1 file of 1 version, byte for byte, on all 3 workers" in ran.stdout
     (root,) = scratch.iterdir()
     assert (root / "worker-3/current/weights.bin").read_bytes() == bytes(range(256)) * 4000
     assert (root / "logs/relay-1.log").exists()
+
+
+def on_a_terminal(*arguments: str | Path) -> tuple[int, str]:
+    """Runs a command whose stderr is a terminal; returns its exit code and what it drew."""
+    ours, theirs = os.openpty()
+    with os.fdopen(ours, "rb", buffering=0) as terminal:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "shardcast", *map(str, arguments)],
+            stdout=subprocess.DEVNULL, stderr=theirs, env={**os.environ, "TERM": "xterm"},
+        )  # fmt: skip
+        os.close(theirs)
+        drawn = b""
+        try:
+            while piece := terminal.read(65536):
+                drawn += piece
+        except OSError:  # EIO: the other side is closed (pty(7))
+            pass
+        return process.wait(timeout=TIMEOUT_S), drawn.decode("utf-8", "replace")
+
+
+def test_on_a_terminal_the_demo_draws_the_tree(tmp_path: Path) -> None:
+    code, drawn = on_a_terminal("demo", "--size", "20MB", "--updates", "0", "--dir", tmp_path)
+    assert code == 0, drawn
+    for text in ("relay-3", "worker-2", " ready ", "publishing version 1"):
+        assert text in drawn
+    assert demo_leftovers(tmp_path) == []
+
+
+def test_on_a_terminal_publish_and_pull_draw_bars(tmp_path: Path) -> None:
+    with tree(tmp_path / "tree") as made:
+        ckpt = small_checkpoint(tmp_path / "ckpt", size=32 << 20)
+        code, drawn = on_a_terminal(
+            "publish", ckpt, "--run", "policy", "--store", made.store,
+            "--key", made.keys / "shardcast.key",
+        )  # fmt: skip
+        assert code == 0, drawn
+        assert "publish" in drawn
+        assert "\x1b[" in drawn
+        origin = made.origin()
+        code, drawn = on_a_terminal(
+            "pull", "policy", "--from", origin.url, "--out", tmp_path / "out", *made.trust
+        )
+        assert code == 0, drawn
+        assert "policy version 1" in drawn
 
 
 def test_an_interrupted_demo_leaves_nothing_behind(tmp_path: Path) -> None:
