@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import json
 import os
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from relay.admission import TokenBucket
 from shardcast.protocol import wire
 from shardcast.protocol.limits import MIB
 from shardcast.protocol.wire import ByteRange, UnsatisfiableRangeError
+from shardcast.store.files import MEMORY_FILE_SYSTEMS, file_system_of_device
 
 SERVER: Final = f"shardcast/{shardcast.__version__}"
 JSON_TYPE: Final = "application/json"
@@ -203,9 +205,15 @@ def in_page_cache(fd: int, offset: int, count: int) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:
-        # No such call here (tmpfs on older kernels, other systems): memory, or try in a thread.
-        return error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            return True  # sendfile meets the same error and reports it
+        return _in_memory(os.fstat(fd).st_dev)  # tmpfs does not know the flag, and needs none
     return True
+
+
+@functools.lru_cache(maxsize=64)
+def _in_memory(device: int) -> bool:
+    return file_system_of_device(device) in MEMORY_FILE_SYSTEMS
 
 
 def read_ahead(fd: int, offset: int, count: int) -> None:

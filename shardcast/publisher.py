@@ -42,7 +42,14 @@ from shardcast.protocol.layout import (
 from shardcast.protocol.limits import ONE_SHOT_EXPIRY_MS
 from shardcast.protocol.manifest import Version, encode_manifest
 from shardcast.sources import Selection, require_unchanged, select_files
-from shardcast.store.files import disk_error, file_system_of, preallocate, reflink, require_space
+from shardcast.store.files import (
+    MEMORY_FILE_SYSTEMS,
+    disk_error,
+    file_system_of,
+    preallocate,
+    reflink,
+    require_space,
+)
 from shardcast.store.retention import Collected, collect, unreachable_versions
 from shardcast.store.run import RunStore
 from shardcast.store.stored import Durability, StoredVersion
@@ -460,7 +467,7 @@ def _place_files(options: PublishOptions, selection: Selection, directory: Path)
         return "clone"
     directory.mkdir(parents=True, exist_ok=True)
     require_space(directory, selection.total_bytes, what=f"publishing {options.source}")
-    reserve = file_system_of(directory) != "tmpfs"
+    reserve = file_system_of(directory) not in MEMORY_FILE_SYSTEMS
     for file in selection.files:
         path = directory / file.path
         try:

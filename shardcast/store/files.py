@@ -24,6 +24,9 @@ _NO_REFLINK: Final = frozenset(
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _unique = itertools.count()
 
+MEMORY_FILE_SYSTEMS: Final = frozenset({"tmpfs", "ramfs"})
+"""Their files are memory: reserving blocks touches every page once more, reading never waits."""
+
 
 def disk_error(error: OSError, path: Path | str, doing: str) -> DiskError:
     """Return what the command line reports for an ``OSError`` on ``path``."""
@@ -122,7 +125,11 @@ def reflink(source: int, target: int) -> bool:
 
 def file_system_of(path: Path) -> str:
     """Return the type of the file system that holds ``path`` (``tmpfs``, ``ext4``), or ``""``."""
-    device = os.stat(path).st_dev
+    return file_system_of_device(os.stat(path).st_dev)
+
+
+def file_system_of_device(device: int) -> str:
+    """Return the type of the file system with that ``st_dev``, or ``""`` where nobody tells."""
     wanted = f"{os.major(device)}:{os.minor(device)}"
     try:
         with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as lines:

@@ -18,7 +18,6 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
 
 import xxhash
 
@@ -27,6 +26,7 @@ from shardcast.protocol.layout import Extent
 from shardcast.protocol.manifest import Version
 from shardcast.store.files import (
     COPY_CHUNK_BYTES,
+    MEMORY_FILE_SYSTEMS,
     disk_error,
     disk_errors,
     file_system_of,
@@ -40,9 +40,6 @@ from shardcast.store.files import (
 )
 from shardcast.store.journal import ShardJournal
 from shardcast.store.locks import try_lock
-
-_MEMORY_FILE_SYSTEMS: Final = frozenset({"tmpfs", "ramfs"})
-"""Reserving blocks there touches every page once more; the free space check must do."""
 
 
 class Durability(enum.StrEnum):
@@ -402,7 +399,7 @@ def make_files(version: Version, directory: Path) -> None:
     """
     with disk_errors(directory, "staging"):
         directory.mkdir(parents=True, exist_ok=True)
-    reserve = file_system_of(directory) not in _MEMORY_FILE_SYSTEMS
+    reserve = file_system_of(directory) not in MEMORY_FILE_SYSTEMS
     lacking = []
     for entry in version.layout.files:
         path = directory / entry.path
