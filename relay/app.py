@@ -81,8 +81,6 @@ async def _run(
     ready: Callable[[str], None],
     stopping: asyncio.Event,
 ) -> None:
-    url = await server.listen()
-    log.info("listening on %s, node %s", url, node.identity.node)
     tasks: list[asyncio.Task[None]] = []
     slots = asyncio.Semaphore(node.config.limits.prefetch_fills)
 
@@ -94,10 +92,13 @@ async def _run(
 
     if not node.config.origin:
         node.on_run.append(prefetch)
-    background("feed", feed.run)
-    background("retention", Retention(node).run)
-    background("uploads", publishing.run)
     try:
+        await feed.prepare()
+        url = await server.listen()
+        log.info("listening on %s, node %s", url, node.identity.node)
+        background("feed", feed.run)
+        background("retention", Retention(node).run)
+        background("uploads", publishing.run)
         ready(url)
         await stopping.wait()
         log.info("draining")

@@ -103,8 +103,12 @@ class Choice:
 class Route(Protocol):
     """The order in which one fill tries its sources. Called from the fill's thread."""
 
-    def next(self) -> Choice | float | None:
-        """Return a source, or seconds to wait before asking again, or None: give up."""
+    def next(self, received: int) -> Choice | float | None:
+        """Return a source, or seconds to wait before asking again, or None: give up.
+
+        Args:
+            received: Bytes that are here: while they grow, patience is not spent.
+        """
         ...
 
     def succeeded(self, choice: Choice, fetched: Fetched) -> None:
@@ -299,7 +303,7 @@ def _fetch(fill: Fill, route: Route, transfer: Transfer, metrics: Metrics) -> No
     last: ShardcastError | None = None
     whole = False  # after a stitched blob was wrong: from one source only
     while True:
-        choice = route.next()
+        choice = route.next(transfer.offset)
         if isinstance(choice, float):
             if fill.cancel.wait(choice):
                 fill.cancel.check()

@@ -68,6 +68,11 @@ class ParentFeed:
         self._states: dict[str, TrustState] = {}
         self._locks: dict[str, asyncio.Lock] = {}
 
+    async def prepare(self) -> None:
+        """Serve the heads that were served before the restart."""
+        for name in self._node.config.runs or tuple(await asyncio.to_thread(self._node.store.runs)):
+            await self._adopt(name)
+
     async def run(self) -> None:
         """Follow until cancelled."""
         config, node = self._node.config, self._node
@@ -77,7 +82,9 @@ class ParentFeed:
             self._upstreams = [Upstream(url, session, config.net) for url in node.parents.urls]
             if node.siblings is not None:
                 group.create_task(node.siblings.watch(session))
-            for name in config.runs or tuple(await asyncio.to_thread(node.store.runs)):
+            for run in list(node.runs.values()):
+                self._watch(run)
+            for name in config.runs:
                 await self._follow(name)
             group.create_task(self._tick())
             if not config.runs:
@@ -120,20 +127,33 @@ class ParentFeed:
 
     async def _follow(self, name: str) -> None:
         """Begin to follow a run, from what the disk remembers of it on."""
-        if name in self._node.parents.watchers or self._group is None:
+        if name in self._node.parents.watchers:
             return
+        run = await self._adopt(name)
+        if run is not None and name not in self._node.parents.watchers:
+            self._watch(run)
+
+    async def _adopt(self, name: str) -> RelayRun | None:
+        """Begin to serve a run as far as it is here; None if it cannot be trusted."""
         node = self._node
+        known = node.runs.get(name)
+        if known is not None:
+            return known
         try:
             check_run(name)
             await asyncio.to_thread(self._begin, name)
             store = await asyncio.to_thread(lambda: node.store.run(name, create=True))
         except ShardcastError as error:
             self._tell(f"run {name[:64]}: not followed: {error}")
-            return
-        if name in node.parents.watchers:
-            return
+            return None
         run = node.add_run(store)
         await self._resume(run)
+        return run
+
+    def _watch(self, run: RelayRun) -> None:
+        """Begin to poll the parents for a run."""
+        node, group = self._node, self._group
+        assert group is not None
 
         async def on_head(answer: HeadAnswer) -> int | None:
             return await self._on_head(run, answer)
@@ -141,9 +161,11 @@ class ParentFeed:
         def on_change(url: str, state: UpstreamState) -> None:
             self._on_change(run, url, state)
 
-        watcher = HeadWatcher(name, self._upstreams, node.config.net, on_head, on_change=on_change)
-        node.parents.watchers[name] = watcher
-        self._group.create_task(watcher.watch())
+        watcher = HeadWatcher(
+            run.name, self._upstreams, node.config.net, on_head, on_change=on_change
+        )
+        node.parents.watchers[run.name] = watcher
+        group.create_task(watcher.watch())
 
     def _begin(self, name: str) -> None:
         """Decide what to trust. Blocking."""

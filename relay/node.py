@@ -29,6 +29,10 @@ log = logging.getLogger("relay.node")
 class Feed(Protocol):
     """Where heads come from: the store itself (an origin) or the parents."""
 
+    async def prepare(self) -> None:
+        """Serve what the store has already, before anyone can connect."""
+        ...
+
     async def run(self) -> None:
         """Feed heads to the node until cancelled."""
         ...

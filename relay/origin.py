@@ -43,6 +43,12 @@ class OriginFeed:
         self._told: dict[str, str] = {}
         self._lock = asyncio.Lock()
 
+    async def prepare(self) -> None:
+        """Look at every run once."""
+        await self._look_for_runs()
+        for run in list(self._node.runs.values()):
+            await self._look(run)
+
     async def run(self) -> None:
         """Watch until cancelled."""
         looked = float("-inf")

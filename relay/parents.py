@@ -191,10 +191,14 @@ class SourceRoute:
         self._tried: set[str] = set()
         self._rounds = 0
         self._started = sources.clock()
+        self._received = 0
 
-    def next(self) -> Choice | float | None:
+    def next(self, received: int) -> Choice | float | None:
         """Return a source, or seconds to wait, or None."""
         sources = self._sources
+        if received > self._received:
+            self._rounds, self._started = 0, sources.clock()
+        self._received = received
         if self._owner is not None:
             owner, self._owner = self._owner, None
             if not self._selector.rating(owner).banned:

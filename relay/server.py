@@ -162,7 +162,7 @@ class Server:
             server.close()
         for connection in self._web.connections:
             if isinstance(connection, Connection) and not connection.busy:
-                connection.close()
+                connection.force_close()
         deadline = asyncio.get_running_loop().time() + seconds
         while self._busy:
             self._idle.clear()

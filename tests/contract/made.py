@@ -75,9 +75,7 @@ def make_version(
 
     layout_digest = add(encode_layout(layout))
     contents = list(files.values())
-    shards = [
-        add(contents[e.file][e.offset : e.offset + e.length]) for e in layout.extents()
-    ]
+    shards = [add(contents[e.file][e.offset : e.offset + e.length]) for e in layout.extents()]
     parts = [add(encode_part(layout_digest, first, d)) for first, d in split_parts(shards)]
     manifest = add(encode_manifest(layout_digest, parts))
     refs = []
