@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from http import HTTPStatus
 
 from shardcast.cancel import Cancel
 from shardcast.config import NetConfig
-from shardcast.errors import ShardcastError
+from shardcast.errors import NotFoundError, ShardcastError, SourceStatusError
 from shardcast.fetch import BlobSource, MemorySink, Transfer
 from shardcast.protocol import trust
 from shardcast.protocol.envelope import Envelope, open_unverified
@@ -69,7 +70,8 @@ def inspect_run(
         config: Bounds of the network.
 
     Raises:
-        NetworkError: If the source cannot be reached or has no such run.
+        NotFoundError: If the source has no such run.
+        NetworkError: If it cannot be reached.
         TrustError: If keys were given and none of them signed, or the head is of another run.
         MalformedError: If the head is not one.
     """
@@ -104,7 +106,12 @@ def inspect_run(
 
 async def _head(url: str, run: str, config: NetConfig) -> HeadAnswer:
     async with open_session(config) as session:
-        return await Upstream(url, session, config).head(run)
+        try:
+            return await Upstream(url, session, config).head(run)
+        except SourceStatusError as error:
+            if error.status == HTTPStatus.NOT_FOUND:
+                raise NotFoundError(f"run {run!r} is not known there", source=url) from error
+            raise
 
 
 def _version(source: BlobSource, run: str, ref: VersionRef) -> InspectedVersion:

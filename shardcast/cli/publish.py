@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import shlex
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -242,11 +243,13 @@ def _publish_remote(
 
 
 class Watch:
-    """Shows hashing, then uploading, as it goes; remembers how long it took."""
+    """Shows hashing, then uploading, as it goes; ``seconds`` is how long all of it took."""
 
     def __init__(self, out: Output, shown: Meters, run: str, checkpoint: Path) -> None:
         """Show it in ``shown``; notices go to ``out``."""
         self._out = out
+        self._started = time.monotonic()
+        self.seconds = 0.0
         self._hashing = Counter(shown, f"publish {checkpoint}", run=run)
         self._uploading = Counter(shown, f"upload {run}", run=run)
 
@@ -273,13 +276,9 @@ class Watch:
 
     def finish(self) -> None:
         """It is over."""
+        self.seconds = time.monotonic() - self._started
         self._hashing.finish()
         self._uploading.finish()
-
-    @property
-    def seconds(self) -> float:
-        """How long it took since the files were known."""
-        return self._hashing.seconds
 
 
 def _show(out: Output, published: Published, watch: Watch) -> None:

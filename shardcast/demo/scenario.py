@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Protocol
@@ -291,11 +291,3 @@ def _get(url: str) -> str:
             return str(answer.read().decode("utf-8"))
     except (urllib.error.URLError, OSError) as error:
         raise DemoError(f"no metrics from {url}: {error}", source=url) from error
-
-
-def rates(result: VersionResult) -> Mapping[str, float]:
-    """Return bytes per second of weights by worker, from announcement to ready."""
-    return {
-        name: result.bytes / seconds if seconds > 0 else 0.0
-        for name, seconds in result.ready_s.items()
-    }

@@ -411,7 +411,9 @@ def test_inspect_fails_by_what_is_wrong(cli: Cli, static: str, tmp_path: Path) -
     wrong = tmp_path / "other" / "shardcast.pub"
     assert cli("inspect", "policy", "--from", static, "--pubkey", wrong).code == 12
     assert cli("inspect", "policy", "--from", static, "--version", 9).code == 2
-    assert cli("inspect", "other", "--from", static).code == 13
+    unknown = cli("inspect", "other", "--from", static)
+    assert unknown.code == 2
+    assert "run 'other' is not known there" in unknown.stderr
     assert cli("inspect", "policy", "--from", "http://127.0.0.1:1").code == 13
     assert cli("inspect", "policy", "--from", "nonsense").code == 2
     (tmp_path / "www/v1/policy/head").write_bytes(b"{}")

@@ -7,7 +7,7 @@ import pytest
 from shardcast.demo import processes
 from shardcast.demo.equality import compare
 from shardcast.demo.processes import DemoError, Event, Node, Processes, free_ports
-from shardcast.demo.scenario import VersionResult, rates, sent_bytes
+from shardcast.demo.scenario import sent_bytes
 
 
 def test_equality_is_of_names_and_bytes(tmp_path: Path) -> None:
@@ -39,11 +39,6 @@ def test_a_relay_without_metrics_is_named() -> None:
     (port,) = free_ports(1)
     with pytest.raises(DemoError, match=str(port)):
         sent_bytes(f"http://127.0.0.1:{port}")
-
-
-def test_rates_are_weights_a_second() -> None:
-    result = VersionResult(1, 1000, None, 0.1, 0, ready_s={"a": 0.5, "b": 0.0})
-    assert rates(result) == {"a": 2000.0, "b": 0.0}
 
 
 # --- processes, with a stand-in for the command line -------------------------------------------
