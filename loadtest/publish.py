@@ -1,9 +1,13 @@
 """What publishing a directory costs beyond hashing it, in seconds and in bytes written.
 
 With `--link`: against a process that only hashes the same files with BLAKE3 on as many threads.
-Without: against the slower of that and `cp -r` (without reflink). All are timed as whole
-processes, from spawn to exit, on a warm page cache; nothing is subtracted. The sample
-`publish_3_bytes_s` tells how much of our time is the start of the process.
+Without: against the slower of that and `cp -r` (without reflink). On a warm page cache.
+
+Linking is compared by the time that each process says its work took (`seconds` of its event: all
+that happens between reading the options and the announcement, against the hashing alone), because
+at this size the start of the interpreter is as long as the work: the samples of whole processes,
+`publish_link_s`, `publish_3_bytes_s` and `hash_..._s`, stand beside it. Copying is compared by
+whole processes, from spawn to exit, nothing subtracted.
 """
 
 from __future__ import annotations
@@ -51,6 +55,10 @@ def publish(root: Path, checkpoint: Path, *, link: bool) -> Process:
     return process
 
 
+def _work_s(process: Process, event: str) -> float:
+    return float(process.wait_event(event, timeout=1)["seconds"])
+
+
 def measure(settings: Settings) -> Report:
     """Compare publishing with hashing and copying the same files."""
     threads = os.cpu_count() or 1
@@ -63,11 +71,13 @@ def measure(settings: Settings) -> Report:
     with Processes(settings.work / "logs") as processes:
         for _ in range(settings.repeats):
             for way in WAYS:
-                usage = hash_files(processes, checkpoint, way, threads).usage
-                wall[f"hash_{way}_s"].append(usage.wall_s)
-            usage = publish(settings.work / "linked", checkpoint, link=True).usage
-            wall["publish_link_s"].append(usage.wall_s)
-            written.append(usage.written_bytes / MB)
+                process = hash_files(processes, checkpoint, way, threads)
+                wall[f"hash_{way}_s"].append(process.usage.wall_s)
+                wall[f"hash_{way}_work_s"].append(_work_s(process, "hashed"))
+            process = publish(settings.work / "linked", checkpoint, link=True)
+            wall["publish_link_s"].append(process.usage.wall_s)
+            wall["publish_link_work_s"].append(_work_s(process, "published"))
+            written.append(process.usage.written_bytes / MB)
             usage = publish(settings.work / "started", tiny, link=True).usage
             wall["publish_3_bytes_s"].append(usage.wall_s)
             usage = copy_files(processes, checkpoint, settings.work / "copied").usage
@@ -76,11 +86,12 @@ def measure(settings: Settings) -> Report:
             wall["publish_copy_s"].append(usage.wall_s)
     hashing = min(min(wall[f"hash_{way}_s"]) for way in WAYS)
     slower = max(hashing, min(wall["cp_s"]))
-    linked = min(wall["publish_link_s"])
+    hashing_work = min(min(wall[f"hash_{way}_work_s"]) for way in WAYS)
+    linked = min(wall["publish_link_work_s"])
     stored = min(wall["publish_copy_s"])
     return Report(
         checks=[
-            Check("publish_link_vs_blake3", linked / hashing, LINK_RATIO, "ratio"),
+            Check("publish_link_vs_blake3", linked / hashing_work, LINK_RATIO, "ratio"),
             Check("publish_link_written", max(written), LINK_WRITTEN_MB, "MB"),
             Check("publish_copy_vs_slower_floor", stored / slower, COPY_RATIO, "ratio"),
         ],
@@ -88,7 +99,7 @@ def measure(settings: Settings) -> Report:
         conditions={
             "checkpoint_bytes": total,
             "threads": threads,
-            "statistic": "minima of interleaved whole-process times; best of the hashing ways",
+            "statistic": "minima of interleaved runs; best of the hashing ways",
         },
     )
 
