@@ -121,20 +121,9 @@ class Handlers:
     async def _dispatch(
         self, request: web.BaseRequest, route: Route, common: dict[str, str]
     ) -> web.StreamResponse:
-        match route.endpoint:
-            case "healthz":
-                return respond.json_answer(200, {"status": "ok"})
-            case "readyz":
-                problem = ready_problem(self._node)
-                if problem is None:
-                    return respond.json_answer(200, {"status": "ready"})
-                return respond.error_answer(503, "not_ready", problem, Retry_After="1")
-            case "metrics":
-                return self._metrics()
-            case "runs":
-                return respond.json_answer(200, runs_document(self._node))
-            case "status":
-                return respond.json_answer(200, status_document(self._node, self._clients))
+        service = self._service(route.endpoint)
+        if service is not None:
+            return service
         assert route.run is not None
         if request.method in ("POST", "PUT"):
             return await self._publishing.answer(request, route.run, route.endpoint, route.rest)
@@ -148,6 +137,25 @@ class Handlers:
         if route.endpoint == "peers":
             return respond.json_answer(200, peers_document(self._node, run))
         return await self._blobs.answer(request, run, route.rest, common)
+
+    def _service(self, endpoint: str) -> web.Response | None:
+        """Answer what concerns the relay as a whole, else None."""
+        match endpoint:
+            case "healthz":
+                return respond.json_answer(200, {"status": "ok"})
+            case "readyz":
+                problem = ready_problem(self._node)
+                if problem is None:
+                    return respond.json_answer(200, {"status": "ready"})
+                return respond.error_answer(503, "not_ready", problem, Retry_After="1")
+            case "metrics":
+                return self._metrics()
+            case "runs":
+                return respond.json_answer(200, runs_document(self._node))
+            case "status":
+                return respond.json_answer(200, status_document(self._node, self._clients))
+            case _:
+                return None
 
     async def _head(self, request: web.BaseRequest, run: RelayRun) -> web.Response:
         after, wait = wire.parse_wait(request.query.get("after"), request.query.get("wait"))

@@ -37,6 +37,7 @@ from shardcast.protocol import trust, wire
 from shardcast.protocol.digest import digest_of, is_digest
 from shardcast.protocol.limits import MAX_DOCUMENT_BYTES, MAX_HEAD_BYTES
 from shardcast.protocol.trust import Accepted
+from shardcast.store.run import RunStore
 from shardcast.store.stored import Durability, StoredVersion
 
 log = logging.getLogger("relay.publishing")
@@ -116,7 +117,11 @@ class Publishing:
         if self._token is None:
             where = "the origin" if self._node.config.parents else "a --publish-token-file"
             return respond.error_answer(403, "forbidden", f"publishing here needs {where}")
-        if not _private(request):
+        transport = request.transport
+        if transport is None or not is_private(
+            transport.get_extra_info("peername"),
+            tls=transport.get_extra_info("sslcontext") is not None,
+        ):
             return respond.error_answer(
                 403, "forbidden", "publishing needs TLS or loopback: the token would be readable"
             )
@@ -137,9 +142,16 @@ class Publishing:
         config = self._node.config
         if config.runs and name not in config.runs:
             raise UsageError(f"run {name!r} is not served here")
-        store = await in_thread(lambda: self._node.store.run(name, create=True))
-        await in_thread(lambda: local_trust(self._node, store))
-        return self._node.add_run(store)
+        known = self._node.runs.get(name)
+        if known is not None:
+            return known
+
+        def make() -> RunStore:
+            here = RunStore(self._node.store.root / name, name)
+            local_trust(self._node, here)  # before a directory is made for it
+            return self._node.store.run(name, create=True)
+
+        return self._node.add_run(await in_thread(make))
 
     # --- what is missing ------------------------------------------------------------------------
 
@@ -321,19 +333,20 @@ class Publishing:
         return respond.json_answer(status, {"etag": etag}, ETag=etag)
 
 
-def _private(request: web.BaseRequest) -> bool:
-    """Say whether nobody on the way can read the request: TLS, or this machine's loopback."""
-    transport = request.transport
-    if transport is None:
-        return False
-    if transport.get_extra_info("sslcontext") is not None:
+def is_private(peer: object, *, tls: bool) -> bool:
+    """Say whether nobody on the way can read a request: TLS, or this machine's loopback.
+
+    Only the connection counts: headers such as X-Forwarded-For can be written by anyone.
+    """
+    if tls:
         return True
-    peer = transport.get_extra_info("peername")
+    if not isinstance(peer, tuple) or not peer:
+        return False
     try:
         address = ipaddress.ip_address(str(peer[0]).partition("%")[0])
-    except (ValueError, TypeError, IndexError):
+    except ValueError:
         return False
-    mapped = getattr(address, "ipv4_mapped", None)
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return (mapped or address).is_loopback
 
 

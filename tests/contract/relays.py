@@ -50,7 +50,8 @@ async def running(settings: RelayConfig) -> AsyncIterator[str]:
     stop = asyncio.Event()
     url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     task = asyncio.create_task(serve(settings, ready=url.set_result, stop=stop))
-    await asyncio.wait([task, url], return_when=asyncio.FIRST_COMPLETED, timeout=PATIENCE_S)
+    both: list[asyncio.Future[Any]] = [task, url]
+    await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED, timeout=PATIENCE_S)
     if not url.done():
         await task
     try:

@@ -123,11 +123,14 @@ async def test_a_source_of_a_wrong_blob_is_left_alone(tmp_path: Path) -> None:
         parent.serve(make_head(VERSION, sequence=10**12), VERSION)
     for digest in VERSION.shards:
         bad.script(digest, *[sends(noise(len(VERSION.blobs[digest]), 7))] * 20)
-    async with good.running(), bad.running():
-        async with running(config(tmp_path / "r", bad.url, good.url)) as url:
-            await wait_ready(url)
-            for digest in VERSION.shards:
-                assert (await http(url, path_of(digest))).body == VERSION.blobs[digest]
+    async with (
+        good.running(),
+        bad.running(),
+        running(config(tmp_path / "r", bad.url, good.url)) as url,
+    ):
+        await wait_ready(url)
+        for digest in VERSION.shards:
+            assert (await http(url, path_of(digest))).body == VERSION.blobs[digest]
     assert bad.count(VERSION.shards) <= 4  # what was in flight when the first was found out
 
 
