@@ -21,7 +21,7 @@ from relay.publishing import Publishing
 from relay.retaining import Retention
 from relay.runs import RelayRun
 from relay.server import Server
-from shardcast.errors import ShardcastError
+from shardcast.errors import ShardcastError, UsageError
 from shardcast.store.store import Store
 
 __all__ = ["Prefetch", "RelayConfig", "serve"]
@@ -54,6 +54,8 @@ async def serve(
         DiskError: If the store cannot be used.
     """
     loop = asyncio.get_running_loop()
+    if not isinstance(loop, asyncio.SelectorEventLoop):
+        raise UsageError(f"the relay needs asyncio's own event loop, not {type(loop).__name__}")
     loop.set_default_executor(ThreadPoolExecutor(_IO_THREADS, thread_name_prefix="relay-io"))
     raise_descriptor_limit()
     store = Store(config.store)

@@ -23,7 +23,10 @@ log = logging.getLogger("relay.copies")
 
 
 def plan_for(target: StoredVersion, others: Iterable[StoredVersion]) -> Plan:
-    """Plan how a staged version gets whole from what is on this disk and what is not."""
+    """Plan how a staged version gets whole from what is on this disk and what is not.
+
+    For a version of many shards this takes a while: call it in a thread.
+    """
     holdings = [Holding(other.version, other.present()) for other in others if other is not target]
     return plan_version(target.version, target.present(), holdings)
 
@@ -36,11 +39,12 @@ async def copy_local(run: RelayRun, target: StoredVersion, others: Sequence[Stor
     """
     copied = 0
     sources = {other.version.number: other for other in (*others, target)}
-    for reuse in plan_for(target, others).files:
+    for reuse in (await in_thread(partial(plan_for, target, others))).files:
         shards = list(target.version.layout.file_shards(reuse.file))
         work = partial(_reuse_file, target, sources[reuse.source_version], reuse)
         copied += await _claimed(run, target, shards, work)
-    plan = plan_for(target, others)  # repeats within the target come after their first
+    # Again: repeats within the target come after their first.
+    plan = await in_thread(partial(plan_for, target, others))
     for copy in (*plan.copies, *plan.repeats):
         work = partial(_copy_shard, target, sources[copy.source_version], copy)
         copied += await _claimed(run, target, [copy.target.shard], work)

@@ -169,6 +169,7 @@ class Fill:
         self._users = 1  # the fill itself
         self._wake_pending = False
         self._woken = 0.0
+        self._end = asyncio.Event()
 
     # --- readers, on the event loop -------------------------------------------------------------
 
@@ -186,17 +187,26 @@ class Fill:
             return self.total
         return max(0, min(self.watermark, self.total - HELD_BACK_BYTES))
 
-    async def changed(self) -> None:
-        """Wait until something about the fill changes. A cancellation leaves nothing behind."""
-        if self.done:
-            return
+    @property
+    def mark(self) -> tuple[int, int, bool, State]:
+        """What readers look at, as one value to compare."""
+        return self.generation, self.watermark, self.lateral, self.state
+
+    async def changed(self, seen: tuple[int, int, bool, State]) -> None:
+        """Wait until ``mark`` is not ``seen`` any more. A cancellation leaves nothing behind."""
         waiter: asyncio.Future[None] = self._loop.create_future()
         self._waiters.append(waiter)
         try:
-            await waiter
+            # Looked at again only now: the thread wakes nobody while nobody waits.
+            if self.mark == seen and not self.done:
+                await waiter
         finally:
             with contextlib.suppress(ValueError):
                 self._waiters.remove(waiter)
+
+    async def finished(self) -> None:
+        """Wait for the end, without being woken on the way."""
+        await self._end.wait()
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
@@ -232,6 +242,7 @@ class Fill:
         """Note the end; readers get the rest, or are cut off."""
         self.error = error
         self.state = State.VERIFIED if error is None else State.FAILED
+        self._end.set()
         self._wake()
         self._release()
 
@@ -260,7 +271,7 @@ class Fill:
 
     def notify(self) -> None:
         """Wake the readers, from any thread."""
-        if not self._wake_pending:
+        if self._waiters and not self._wake_pending:
             self._wake_pending = True
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._soon)

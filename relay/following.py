@@ -93,8 +93,13 @@ class ParentFeed:
     async def refresh(self, run: RelayRun) -> None:
         """Ask all parents for the head once, then for documents that are known by name only."""
         watcher = self._node.parents.watchers.get(run.name)
-        if watcher is not None:
-            await watcher.refresh()
+        # Both at once: a parent that does not answer must not hold up what another one has.
+        await asyncio.gather(
+            watcher.refresh() if watcher is not None else asyncio.sleep(0), self._documents(run)
+        )
+        await self._documents(run)
+
+    async def _documents(self, run: RelayRun) -> None:
         for number in run.catalog.numbers():
             await fetch_documents(self._node, run, number)
         await run.attach()

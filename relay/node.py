@@ -85,7 +85,7 @@ class Node:
         self.draining = False
         self.feed: Feed | None = None
         self.on_run: list[Callable[[RelayRun], None]] = []
-        self._discovered: dict[str, float] = {}
+        self._discovered = float("-inf")
         self._refreshing: dict[str, asyncio.Task[None]] = {}
 
     @property
@@ -111,10 +111,8 @@ class Node:
         if run is not None and run.head is not None:
             return run
         now, pause = self.clock(), self.config.limits.refresh_pause_s
-        if self.feed is not None and now - self._discovered.get(name, float("-inf")) > pause:
-            if len(self._discovered) > 1000:
-                self._discovered.clear()
-            self._discovered[name] = now
+        if self.feed is not None and now - self._discovered > pause:
+            self._discovered = now
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.config.limits.refresh_wait_s):
                     await self.feed.discover(name)
@@ -187,8 +185,7 @@ class Node:
             opened.close()
             return
         fill = self.fill(run, known)
-        while not fill.done:
-            await fill.changed()
+        await fill.finished()
         if fill.error is not None:
             raise fill.error
 

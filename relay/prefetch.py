@@ -9,6 +9,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 from relay.catalog import Known
 from relay.config import Prefetch
@@ -16,6 +17,7 @@ from relay.copies import copy_local, plan_for
 from relay.following import fetch_documents
 from relay.node import Node
 from relay.runs import RelayRun
+from relay.threads import in_thread
 from shardcast.errors import ShardcastError
 from shardcast.protocol.manifest import Version
 
@@ -71,6 +73,7 @@ class Prefetcher:
                 done = await self._catch_up()
             except ShardcastError as error:
                 log.warning("run %s: prefetching: %s", self._run.name, error)
+                self._run.problem = str(error)
                 done = False
             failures = 0 if done or self._news.is_set() else failures + 1
 
@@ -108,7 +111,7 @@ class Prefetcher:
             return True
         others = list(run.stored.values())
         await copy_local(run, stored, others)
-        plan = plan_for(stored, others)
+        plan = await in_thread(partial(plan_for, stored, others))
         known = (run.find(fetch.digest) for fetch in plan.fetches)
         whole = await self._fetch_all(k for k in known if k is not None)
         await copy_local(run, stored, list(run.stored.values()))

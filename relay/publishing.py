@@ -35,7 +35,7 @@ from shardcast.errors import (
 )
 from shardcast.protocol import trust, wire
 from shardcast.protocol.digest import digest_of, is_digest
-from shardcast.protocol.limits import MAX_DOCUMENT_BYTES, MAX_HEAD_BYTES
+from shardcast.protocol.limits import MAX_DOCUMENT_BYTES, MAX_HEAD_BYTES, MIB
 from shardcast.protocol.trust import Accepted
 from shardcast.store.run import RunStore
 from shardcast.store.stored import Durability, StoredVersion
@@ -44,6 +44,8 @@ log = logging.getLogger("relay.publishing")
 
 _LISTED: Final = 100
 """How many missing digests an error names."""
+_MAX_QUESTION_BYTES: Final = 4 * MIB
+"""About 60,000 digests; publishers ask for 4096 at a time."""
 _LOCK_WAIT_S: Final = 30.0
 _EXPIRE_EVERY_S: Final = 60.0
 
@@ -158,7 +160,7 @@ class Publishing:
     async def _missing(
         self, request: web.BaseRequest, run: RelayRun, uploads: Uploads
     ) -> web.Response:
-        body = await read_body(request, MAX_DOCUMENT_BYTES, self._node.config.limits)
+        body = await read_body(request, _MAX_QUESTION_BYTES, self._node.config.limits)
         try:
             asked = msgspec.json.decode(body, type=_Asked).digests
         except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:

@@ -51,10 +51,12 @@ class Identity:
 
     def headers(self, request: web.BaseRequest, depth: int) -> dict[str, str]:
         """Return the headers that every answer carries."""
-        before = request.headers.get("Via")
+        before = request.headers.get("Via", "")
+        if len(before) > 1024 or not (before.isascii() and before.isprintable()):
+            before = ""
         return {
             "Server": SERVER,
-            "Via": f"{before[:1024]}, {self.via}" if before else self.via,
+            "Via": f"{before}, {self.via}" if before else self.via,
             wire.DEPTH_HEADER: str(depth),
             wire.NODE_HEADER: self.node,
         }

@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from relay.catalog import Catalog, DataBlob, DocumentBlob, Known, Parsed, ShardBlob, parse_document
 from relay.shelf import Shelf
@@ -23,8 +23,6 @@ from shardcast.store.run import RunStore
 from shardcast.store.stored import Durability, ShardState, StoredVersion
 
 log = logging.getLogger("relay.runs")
-
-_READ_LIMIT: Final = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +91,8 @@ class RelayRun:
         self.refreshed = float("-inf")
         self.on_change: list[Callable[[], None]] = []
         self._clock = clock
-        self._waiters: list[asyncio.Future[None]] = []
+        self._waiters: list[asyncio.Future[None]] = []  # for a head
+        self._curious: list[asyncio.Future[None]] = []  # for a digest
         self._documents = asyncio.Lock()
         self._commits = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -132,33 +131,45 @@ class RelayRun:
 
     def wake(self) -> None:
         """Let everyone who waits for a head look again."""
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)
+        _wake(self._waiters)
 
     async def wait_head(self, after: int, seconds: float, stopped: Callable[[], bool]) -> None:
         """Wait until the head's sequence is above ``after``, time is up, or all shall stop."""
         deadline = self._clock() + seconds
         while not stopped() and (self.head is None or self.head.sequence <= after):
-            left = deadline - self._clock()
-            if left <= 0:
+            if not await self._wait(self._waiters, deadline):
                 return
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiters.append(waiter)
-            try:
-                async with asyncio.timeout(left):
-                    await waiter
-            except TimeoutError:
-                return
-            finally:
-                with contextlib.suppress(ValueError):
-                    self._waiters.remove(waiter)
+
+    async def wait_known(self, digest: str, seconds: float) -> Known | None:
+        """Return what a digest is, as soon as that is known; None once the time is up."""
+        deadline = self._clock() + seconds
+        while (known := self.find(digest)) is None:
+            if not await self._wait(self._curious, deadline):
+                return None
+        return known
+
+    async def _wait(self, waiters: list[asyncio.Future[None]], deadline: float) -> bool:
+        """Wait to be woken; False if the time is up before."""
+        left = deadline - self._clock()
+        if left <= 0:
+            return False
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiters.append(waiter)
+        try:
+            async with asyncio.timeout(left):
+                await waiter
+        except TimeoutError:
+            return False
+        finally:
+            with contextlib.suppress(ValueError):
+                waiters.remove(waiter)
+        return True
 
     # --- documents --------------------------------------------------------------------------------
 
     def took(self, versions: list[Version]) -> None:
-        """Check versions that the catalog has just put together."""
+        """Check versions that the catalog has just put together; wake who waits for a digest."""
+        _wake(self._curious)
         for version in versions:
             try:
                 if self.trust is not None:
@@ -317,6 +328,12 @@ class RelayRun:
             if opened is not None:
                 return opened
         return None
+
+
+def _wake(waiters: list[asyncio.Future[None]]) -> None:
+    for waiter in waiters:
+        if not waiter.done():
+            waiter.set_result(None)
 
 
 def _open_extent(stored: StoredVersion, shard: int) -> Opened | None:

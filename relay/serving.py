@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Final
 
 from aiohttp import web
 
@@ -15,6 +16,9 @@ from relay.runs import Opened, RelayRun
 from shardcast.errors import DiskFullError, NetworkError, NotFoundError, ShardcastError
 from shardcast.protocol import wire
 from shardcast.protocol.wire import UnsatisfiableRangeError
+
+_SIBLING_WAIT_S: Final = 1.0
+"""A sibling may have heard of a version a moment before this relay."""
 
 
 class BlobServer:
@@ -32,7 +36,7 @@ class BlobServer:
         known = run.find(digest)
         if known is None:
             await node.refresh(run)
-            known = run.find(digest)
+            known = await run.wait_known(digest, _SIBLING_WAIT_S if for_sibling else 0.0)
             if known is None:
                 return respond.error_answer(
                     404, "not_found", f"no head of run {run.name!r} reaches blob {digest}"
@@ -117,10 +121,13 @@ class BlobServer:
             return respond.busy_answer(error.message)
         with fill.reading():
             whole_at_once = request.method == "HEAD" or "Range" in request.headers
-            while not fill.done and (whole_at_once or fill.released == 0):
-                await fill.changed()
-                if for_sibling and fill.lateral and not fill.done:
+            while True:
+                mark = fill.mark
+                if fill.done or (fill.released and not whole_at_once):
+                    break
+                if for_sibling and fill.lateral:
                     return respond.busy_answer(f"blob {digest} comes from a sibling")
+                await fill.changed(mark)
             if fill.state is State.FAILED:
                 return _failed(digest, fill)
             if fill.state is not State.VERIFIED:
@@ -139,6 +146,7 @@ class BlobServer:
         await _start(request, response, common)
         position = 0
         while position < total:
+            mark = fill.mark
             if (
                 fill.state is State.FAILED
                 or fill.generation != generation
@@ -158,7 +166,7 @@ class BlobServer:
                 )
                 position = released
             else:
-                await fill.changed()
+                await fill.changed(mark)
         return response
 
 

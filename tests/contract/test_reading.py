@@ -357,3 +357,23 @@ async def test_an_origin_with_a_pinned_key_ignores_the_remembered_one(tmp_path: 
 
         await eventually(noticed)
         assert (await http(url, f"/v1/{RUN}/head")).status == 404
+
+
+@pytest.mark.parametrize("value", [b"\xff\xfe", b"1.1 " + b"x" * 3000, "1.1 pröxy".encode()])
+async def test_a_strange_via_is_not_repeated(origin: Origin, value: bytes) -> None:
+    async with Wire(origin.url) as wire:
+        await wire.send(b"GET /healthz HTTP/1.1\r\nHost: x\r\nVia: " + value + b"\r\n\r\n")
+        answer = await wire.answer()
+    assert answer.status == 200
+    assert answer["Via"].startswith("1.1 shardcast-")
+
+
+@pytest.mark.parametrize("path", [f"/v1/{RUN}/head", "/healthz", "/v1/runs", "/v1/status"])
+async def test_head_requests_of_json(origin: Origin, path: str) -> None:
+    async with Wire(origin.url) as wire:
+        await wire.ask(path, "HEAD")
+        answer = await wire.answer(method="HEAD")
+        assert answer.status == 200
+        assert int(answer["Content-Length"]) > 0
+        await wire.ask("/healthz")
+        assert (await wire.answer()).status == 200
