@@ -98,6 +98,7 @@ class _Branch:
     delta_parts: dict[str, tuple[DeltaBlob, ...]] = field(default_factory=dict)
     blobs: dict[str, DeltaBlob] = field(default_factory=dict)
     problem: str | None = None
+    delta_problem: str | None = None
 
     @property
     def deltas(self) -> list[DeltaRef] | list[OpenDeltaRef]:
@@ -199,7 +200,7 @@ class Catalog:
     def problem(self, number: int) -> str | None:
         """Return why a version's documents are not usable, or None."""
         branch = self._branches.get(number)
-        return branch.problem if branch is not None else None
+        return None if branch is None else branch.problem or branch.delta_problem
 
     def delta_blobs(self, number: int) -> list[DeltaBlob]:
         """Return the delta blobs that lead to a version, as far as they are known."""
@@ -289,22 +290,31 @@ class Catalog:
         return manifests.assemble_open(listed, self._run, layout, parts)
 
     def _learn_blobs(self, branch: _Branch) -> None:
+        target = self._layout_of(branch)
+        if target is None:
+            return
         listed = {digest: delta.base for delta in branch.deltas for digest in delta.parts}
         fresh = {d: blobs for d, blobs in branch.delta_parts.items() if d in listed}
-        target = branch.version.layout_digest if branch.version is not None else None
         for digest, base in listed.items():
             part = self._parsed.get(digest)
             if not isinstance(part, DeltaPart):
                 continue
-            target = target or part.layout
+            self._done.add(digest)
             if part.layout == target and part.base == base:
                 fresh[digest] = tuple(part.blobs)
             else:
-                self._done.add(digest)
-                branch.problem = f"delta part {digest} is of another layout or base"
+                branch.delta_problem = f"delta part {digest} is of another layout or base"
         if fresh != branch.delta_parts:
             branch.delta_parts = fresh
             branch.blobs = {blob.digest: blob for blobs in fresh.values() for blob in blobs}
+
+    def _layout_of(self, branch: _Branch) -> str | None:
+        if isinstance(branch.ref, OpenRef):
+            return branch.ref.layout
+        if branch.version is not None:
+            return branch.version.layout_digest
+        manifest = self._parsed.get(branch.ref.manifest)
+        return manifest.layout if isinstance(manifest, Manifest) else None
 
     def _fold(self) -> None:
         """Drop the parsed form of what nothing names, and of parts that a closed version holds."""
@@ -314,9 +324,7 @@ class Catalog:
             for digest, kind in self._named(branch):
                 kept.add(digest)
                 parsed = self._parsed.get(digest)
-                if parsed is not None and (
-                    (kind is Kind.PART and folded) or kind is Kind.DELTA_PART
-                ):
+                if parsed is not None and kind is Kind.PART and folded:
                     self._done.add(digest)
         self._done &= kept
         self._parsed = {
