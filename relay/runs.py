@@ -248,6 +248,8 @@ class RelayRun:
             try:
                 stored = self.store.stored(number)
                 if stored is not None and stored.version.layout_digest == version.layout_digest:
+                    if stored.version.documents != version.documents:
+                        self.store.save_state(version)
                     stored.update(version)
                     found[number] = stored
             except ShardcastError as error:

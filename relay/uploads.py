@@ -115,14 +115,25 @@ class Upload:
             )
             parts = [self.parts[d] for d in manifest.parts]
             return manifests.assemble(ref, run, manifest, layout, parts)
+        parts_apart = self._apart()
         ref_open = OpenRef(
             version=layout.version,
             step=layout.step,
             layout=self.layout_digest,
-            parts=list(self.parts),
+            parts=list(parts_apart),
             deltas=[],
         )
-        return manifests.assemble_open(ref_open, run, layout, list(self.parts.values()))
+        return manifests.assemble_open(ref_open, run, layout, list(parts_apart.values()))
+
+    def _apart(self) -> dict[str, Part]:
+        """Return parts that name each shard once: a version may close with other parts."""
+        taken: set[int] = set()
+        apart: dict[str, Part] = {}
+        for digest, part in self.parts.items():
+            if taken.isdisjoint(part.shards):
+                apart[digest] = part
+                taken.update(part.shards)
+        return apart
 
 
 def layout_of(digest: str, document: Document) -> str:
