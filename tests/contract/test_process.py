@@ -1,0 +1,99 @@
+"""A relay as a process: killed in the middle of a fill, and told to stop."""
+
+import asyncio
+import json
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from shardcast.keys import public_pem
+from shardcast.protocol.digest import digest_of
+from tests.contract.made import RUN, SHARD, make_head, make_version, noise, signer
+from tests.contract.relays import wait_ready
+from tests.contract.scripted import Pause, ScriptedParent
+from tests.contract.wire_client import PATIENCE_S, Wire, http
+
+pytestmark = pytest.mark.e2e
+
+VERSION = make_version(1, {"model": noise(6 * SHARD + 5)})
+
+
+def path_of(digest: str) -> str:
+    return f"/v1/{RUN}/blobs/{digest}.bin"
+
+
+@asynccontextmanager
+async def process(
+    store: Path, parent: str, *options: str
+) -> AsyncIterator[tuple[str, asyncio.subprocess.Process]]:
+    """Starts `shardcast relay`; yields its URL; kills it at the end if it still runs."""
+    key = store.with_suffix(".pub")
+    key.write_bytes(public_pem(signer(1).public_key))
+    command = ["-m", "shardcast", "relay", "--store", str(store), "--listen", "127.0.0.1:0"]
+    relay = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *command,
+        *("--parent", parent, "--pubkey", str(key), *options),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    assert relay.stdout is not None
+    try:
+        line = await asyncio.wait_for(relay.stdout.readline(), PATIENCE_S)
+        yield json.loads(line)["url"], relay
+    finally:
+        if relay.returncode is None:
+            relay.kill()
+        await asyncio.wait_for(relay.communicate(), PATIENCE_S)
+
+
+async def test_killed_in_the_middle_of_a_fill_it_serves_nothing_partial(tmp_path: Path) -> None:
+    parent = ScriptedParent()
+    parent.serve(make_head(VERSION), VERSION)
+    victim = VERSION.shards[3]
+    pause = Pause(after=SHARD - 100)
+    parent.script(victim, pause)
+    async with parent.running():
+        async with process(tmp_path / "r", parent.url) as (url, relay):
+            await asyncio.wait_for(pause.reached.wait(), PATIENCE_S)
+            async with Wire(url) as wire:  # a reader that follows the fill is cut off
+                await wire.ask(path_of(victim))
+                await wire.head()
+                await wire.exactly(1000)
+                relay.send_signal(signal.SIGKILL)
+                assert len(await wire.rest()) < SHARD
+        pause.go.set()
+        before = parent.count(VERSION.shards)
+        async with process(tmp_path / "r", parent.url) as (url, _relay):
+            for digest in VERSION.shards:
+                answer = await http(url, path_of(digest))
+                assert (answer.status, digest_of(answer.body)) == (200, digest)
+            await wait_ready(url)
+        again = parent.count(VERSION.shards) - before
+        assert 1 <= again < len(VERSION.shards)  # what was verified was not fetched again
+
+
+async def test_sigterm_drains_and_exits_with_0(tmp_path: Path) -> None:
+    parent = ScriptedParent()
+    parent.serve(make_head(VERSION), VERSION)
+    victim = VERSION.shards[0]
+    pause = Pause(after=100_000)
+    parent.script(victim, pause)
+    async with (
+        parent.running(),
+        process(tmp_path / "r", parent.url) as (url, relay),
+        Wire(url) as wire,
+    ):
+        await asyncio.wait_for(pause.reached.wait(), PATIENCE_S)
+        await wire.ask(path_of(victim))
+        await wire.head()
+        got = await wire.exactly(50_000)
+        relay.send_signal(signal.SIGTERM)
+        pause.go.set()
+        got += await wire.exactly(SHARD - 50_000)
+        assert digest_of(got) == victim
+        assert await asyncio.wait_for(relay.wait(), PATIENCE_S) == 0
