@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import xxhash
 from blake3 import blake3
 
 from shardcast.errors import ModifiedError
+from shardcast.sharing import Stopping, share_out
 from shardcast.store.files import COPY_CHUNK_BYTES, disk_errors, read_into, write_all
 
 Progress = Callable[[int], None]
@@ -53,80 +54,56 @@ def hash_shards(
         ModifiedError: If a source is shorter than its job.
         DiskError: If the system refuses to read or write.
     """
-    run = _Run(jobs, progress)
-    count = max(1, min(threads or default_threads(), len(jobs)))
-    workers = [threading.Thread(target=run.work, name=f"hash-{n}") for n in range(count)]
-    for worker in workers:
-        worker.start()
+    results: list[ShardHash | None] = [None] * len(jobs)
+
+    def work(buffer: memoryview, number: int, stopping: Stopping) -> None:
+        results[number] = _hash_one(jobs[number], buffer, stopping, progress)
+
+    share_out(
+        range(len(jobs)),
+        work,
+        threads=max(1, min(threads or default_threads(), len(jobs))),
+        tool=lambda: nullcontext(memoryview(bytearray(COPY_CHUNK_BYTES))),
+        name="hash",
+    )
+    return [found for found in results if found is not None]
+
+
+def _hash_one(
+    job: ShardJob, buffer: memoryview, stopping: Stopping, progress: Progress | None
+) -> ShardHash:
+    digest, fast = blake3(), xxhash.xxh3_128()
+    with disk_errors(job.source, "reading"):
+        source = os.open(job.source, os.O_RDONLY | os.O_CLOEXEC)
+    target = -1
     try:
-        for worker in workers:
-            worker.join()
-    except BaseException:
-        run.stop = True
-        for worker in workers:
-            worker.join()
-        raise
-    if run.error is not None:
-        raise run.error
-    return [found for found in run.results if found is not None]
-
-
-class _Run:
-    def __init__(self, jobs: Sequence[ShardJob], progress: Progress | None) -> None:
-        self.results: list[ShardHash | None] = [None] * len(jobs)
-        self.error: BaseException | None = None
-        self.stop = False
-        self._jobs = jobs
-        self._progress = progress
-        self._next = iter(range(len(jobs)))
-        self._lock = threading.Lock()
-
-    def work(self) -> None:
-        buffer = memoryview(bytearray(COPY_CHUNK_BYTES))
-        try:
-            while not self.stop:
-                with self._lock:
-                    number = next(self._next, None)
-                if number is None:
-                    return
-                self.results[number] = self._one(self._jobs[number], buffer)
-        except BaseException as error:
-            with self._lock:
-                self.error = self.error or error
-            self.stop = True
-
-    def _one(self, job: ShardJob, buffer: memoryview) -> ShardHash:
-        digest, fast = blake3(), xxhash.xxh3_128()
-        with disk_errors(job.source, "reading"):
-            source = os.open(job.source, os.O_RDONLY | os.O_CLOEXEC)
-        target = -1
-        try:
+        if job.target is not None:
+            with disk_errors(job.target, "writing"):
+                target = os.open(job.target, os.O_WRONLY | os.O_CLOEXEC)
+        done = 0
+        while done < job.length and not stopping():
+            piece = buffer[: min(len(buffer), job.length - done)]
+            _read(job, source, piece, job.offset + done)
+            digest.update(piece)
+            fast.update(piece)
             if job.target is not None:
                 with disk_errors(job.target, "writing"):
-                    target = os.open(job.target, os.O_WRONLY | os.O_CLOEXEC)
-            done = 0
-            while done < job.length and not self.stop:
-                piece = buffer[: min(len(buffer), job.length - done)]
-                self._read(job, source, piece, job.offset + done)
-                digest.update(piece)
-                fast.update(piece)
-                if job.target is not None:
-                    with disk_errors(job.target, "writing"):
-                        write_all(target, piece, job.offset + done)
-                done += len(piece)
-                if self._progress is not None:
-                    self._progress(len(piece))
-        finally:
-            os.close(source)
-            if target >= 0:
-                os.close(target)
-        return ShardHash(digest.hexdigest(), fast.digest())
+                    write_all(target, piece, job.offset + done)
+            done += len(piece)
+            if progress is not None:
+                progress(len(piece))
+    finally:
+        os.close(source)
+        if target >= 0:
+            os.close(target)
+    return ShardHash(digest.hexdigest(), fast.digest())
 
-    def _read(self, job: ShardJob, source: int, piece: memoryview, offset: int) -> None:
-        with disk_errors(job.source, "reading"):
-            got = read_into(source, piece, offset)
-        if got != len(piece):
-            raise ModifiedError(
-                f"{job.source} shrank to {offset + got} bytes while it was read",
-                source=str(job.source),
-            )
+
+def _read(job: ShardJob, source: int, piece: memoryview, offset: int) -> None:
+    with disk_errors(job.source, "reading"):
+        got = read_into(source, piece, offset)
+    if got != len(piece):
+        raise ModifiedError(
+            f"{job.source} shrank to {offset + got} bytes while it was read",
+            source=str(job.source),
+        )

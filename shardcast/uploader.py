@@ -8,8 +8,8 @@ the files are the same, so that shards which arrived already count.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import msgspec
@@ -37,6 +37,7 @@ from shardcast.publisher import (
     require_owner,
     settled_selection,
 )
+from shardcast.sharing import Stopping, share_out
 from shardcast.sources import Selection, require_unchanged, select_files
 from shardcast.store.files import atomic_write
 from shardcast.store.run import RunStore
@@ -231,64 +232,28 @@ def _upload(
     }
     total = sum(body.length for body in bodies.values())
     watch.uploading(total)
-    _Uploads(bodies, client_factory, watch).run()
+
+    def send(own: OriginClient, item: tuple[str, Body], stopping: Stopping) -> None:
+        del stopping  # a shard is short
+        _send(own, *item)
+        watch.uploaded(item[1].length)
+
+    share_out(
+        bodies.items(),
+        send,
+        threads=min(UPLOAD_THREADS, len(bodies)),
+        tool=lambda: contextlib.closing(client_factory()),
+        name="upload",
+    )
     return total
 
 
-class _Uploads:
-    """Sends shards over a few connections; the first error stops all."""
-
-    def __init__(
-        self, bodies: Mapping[str, Body], client_factory: ClientFactory, watch: PublishObserver
-    ) -> None:
-        self._bodies = bodies
-        self._client_factory = client_factory
-        self._watch = watch
-        self._next = iter(bodies.items())
-        self._lock = threading.Lock()
-        self._stop = False
-        self._error: BaseException | None = None
-
-    def run(self) -> None:
-        count = min(UPLOAD_THREADS, len(self._bodies))
-        threads = [threading.Thread(target=self._work, name=f"upload-{n}") for n in range(count)]
-        for thread in threads:
-            thread.start()
-        try:
-            for thread in threads:
-                thread.join()
-        except BaseException:
-            self._stop = True
-            for thread in threads:
-                thread.join()
-            raise
-        if self._error is not None:
-            raise self._error
-
-    def _work(self) -> None:
-        client = self._client_factory()
-        try:
-            while not self._stop:
-                with self._lock:
-                    item = next(self._next, None)
-                if item is None:
-                    return
-                digest, body = item
-                self._send(client, digest, body)
-                self._watch.uploaded(body.length)
-        except BaseException as error:
-            with self._lock:
-                self._error = self._error or error
-            self._stop = True
-        finally:
-            client.close()
-
-    def _send(self, client: OriginClient, digest: str, body: Body) -> None:
-        try:
-            client.put_blob(digest, body)
-        except IntegrityError as error:
-            raise ModifiedError(
-                f"checkpoint file {body.path} changed while it was uploaded "
-                f"(offset {body.offset}, {body.length} bytes); nothing was announced",
-                source=str(body.path),
-            ) from error
+def _send(client: OriginClient, digest: str, body: Body) -> None:
+    try:
+        client.put_blob(digest, body)
+    except IntegrityError as error:
+        raise ModifiedError(
+            f"checkpoint file {body.path} changed while it was uploaded "
+            f"(offset {body.offset}, {body.length} bytes); nothing was announced",
+            source=str(body.path),
+        ) from error

@@ -66,7 +66,7 @@ def test_an_interrupt_stops_every_thread(tmp_path: Path, monkeypatch: pytest.Mon
             super().join(timeout)
 
     stopped: list[bool] = []
-    monkeypatch.setattr("shardcast.hashing.threading.Thread", Interrupted)
+    monkeypatch.setattr("shardcast.sharing.threading.Thread", Interrupted)
     with pytest.raises(KeyboardInterrupt):
         hash_shards(jobs, threads=2)
     assert threading.active_count() == before
