@@ -53,7 +53,7 @@ class Prefetcher:
     async def run(self) -> None:
         """Prefetch until cancelled. Trouble is logged and tried again."""
         if self._node.siblings is not None:
-            await self._node.siblings.polled()
+            await self._node.siblings.settled()
         failures = 0
         while True:
             if failures:

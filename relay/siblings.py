@@ -8,6 +8,7 @@ from the siblings' answers, so that all agree whatever URLs they know each other
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import time
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("relay.siblings")
 
 POLL_S: Final = 1.0
+POLL_FIRST_S: Final = 0.25
+"""At the start, until all were seen once."""
+SETTLE_S: Final = 2.0
+"""How long prefetching waits for siblings at the start: what is fetched alone is fetched twice."""
 ANSWER_S: Final = 2.0
 SUSPECT_S: Final = 5.0
 """How long a sibling that failed a request is not asked for blobs."""
@@ -63,7 +68,7 @@ class Siblings:
         self._node = node
         self._clock = clock
         self._siblings = {url.rstrip("/"): _Sibling() for url in urls}
-        self._polled = asyncio.Event()
+        self._all_live = asyncio.Event()
 
     @property
     def urls(self) -> list[str]:
@@ -103,16 +108,21 @@ class Siblings:
         """Return what is known of each, for status."""
         return [{"url": url, "node": s.node, "live": s.live} for url, s in self._siblings.items()]
 
-    async def polled(self) -> None:
-        """Wait until every sibling was asked once."""
-        await self._polled.wait()
+    async def settled(self) -> None:
+        """Wait until every sibling is live, for a moment at most: levels start together."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SETTLE_S):
+                await self._all_live.wait()
 
     async def watch(self, session: aiohttp.ClientSession) -> None:
         """Keep asking all of them until cancelled."""
+        began = self._clock()
         while True:
             await asyncio.gather(*(self._ask(session, url) for url in self._siblings))
-            self._polled.set()
-            await asyncio.sleep(POLL_S)
+            if all(sibling.live for sibling in self._siblings.values()):
+                self._all_live.set()
+            early = not self._all_live.is_set() and self._clock() - began < SETTLE_S
+            await asyncio.sleep(POLL_FIRST_S if early else POLL_S)
 
     async def _ask(self, session: aiohttp.ClientSession, url: str) -> None:
         import aiohttp
