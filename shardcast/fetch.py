@@ -411,8 +411,8 @@ class BlobSource:
                 keep = got > 0 and time.monotonic() < deadline
                 left -= got
         keep = keep and left == 0
-        if 300 <= status < 400:
-            where = head.headers.get("location", "nowhere")
+        where = head.headers.get("location")
+        if 300 <= status < 400 and where is not None:
             error = NetworkError(
                 f"redirects blob {transfer.digest} to {where!r:.200}: not followed"
             )

@@ -6,7 +6,14 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from shardcast.errors import NetworkError, RollbackError, ShardcastError, TrustError
+from shardcast.errors import (
+    NetworkError,
+    NotFoundError,
+    RollbackError,
+    ShardcastError,
+    SourceStatusError,
+    TrustError,
+)
 from shardcast.events import EventKind, WorkerEvent
 from shardcast.protocol import trust
 from shardcast.protocol.envelope import open_unverified
@@ -116,8 +123,17 @@ class HeadKeeper:
         others = [e for e in self.errors.values() if not isinstance(e, NetworkError)]
         if refusals or others:
             return (refusals or others)[0]
+        if self.errors and all(_unknown(error) for error in self.errors.values()):
+            return NotFoundError(
+                f"no source knows run {self.state.run!r}: {', '.join(self.errors)}",
+                source=next(iter(self.errors)),
+            )
         each = "; ".join(f"{url}: {error.message}" for url, error in self.errors.items())
         return NetworkError(
             f"no source has a head of run {self.state.run!r}: {each or 'none answered'}",
             source=next(iter(self.errors), None),
         )
+
+
+def _unknown(error: ShardcastError) -> bool:
+    return isinstance(error, SourceStatusError) and error.status == 404

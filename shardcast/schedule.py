@@ -52,6 +52,9 @@ _BUSY: Final = frozenset({429, 503})
 _BUSY_IN_ROW: Final = 3
 """So many refusals in a row concern the source, not the blob."""
 
+_BUSY_REST_S: Final = 1.0
+"""Longest rest of a source that is busy and does not say for how long."""
+
 
 @dataclass(slots=True, eq=False)
 class Job:
@@ -144,7 +147,9 @@ class Schedule:
     # --- work -------------------------------------------------------------------------------
 
     def add(self, job: Job) -> None:
-        """Queue a job."""
+        """Queue a job; after ``abort`` there is nothing to do for it."""
+        if self._error is not None:
+            return
         if not self._waiting and not self._flights:
             self._verified_at = self._gained_at = self._clock()
         self._waiting.append(job)
@@ -282,7 +287,8 @@ class Schedule:
             self._busy[source] = self._busy.get(source, 0) + 1
             rest = 0.0
             if self._busy[source] >= _BUSY_IN_ROW:
-                rest = self._retry_after(error) or self._rng.uniform(0.0, 1.0)
+                longest = min(_BUSY_REST_S, self._config.backoff_cap_s)
+                rest = self._retry_after(error) or self._rng.uniform(0.0, longest)
             self._selector.dropped(source, rest_s=rest)
         else:
             self._selector.failed(source, retry_after=self._retry_after(error))

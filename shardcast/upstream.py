@@ -133,9 +133,14 @@ class Upstream:
         """
         path = head_path(run, after=after, wait=wait_s if after is not None else None)
         body, headers = await self._get(path, limit=MAX_HEAD_BYTES, wait_s=wait_s)
+        try:
+            depth = parse_depth(headers.get(DEPTH_HEADER))
+        except MalformedError as error:
+            error.source = self.url
+            raise
         return HeadAnswer(
             envelope=body,
-            depth=parse_depth(headers.get(DEPTH_HEADER)),
+            depth=depth,
             node=parse_node(headers.get(NODE_HEADER)),
             url=self.url,
         )
@@ -214,9 +219,11 @@ class Upstream:
             raise NetworkError(f"cannot get {path}: {error}", source=self.url) from error
 
     def _status_error(self, path: str, status: int, headers: Mapping[str, str]) -> NetworkError:
-        if 300 <= status < 400:
-            where = headers.get("Location", "nowhere")[:200]
-            return NetworkError(f"redirects {path} to {where}: not followed", source=self.url)
+        where = headers.get("Location")
+        if 300 <= status < 400 and where is not None:
+            return NetworkError(
+                f"redirects {path} to {where!r:.200}: not followed", source=self.url
+            )
         return SourceStatusError(
             f"answers {status} to {path}",
             source=self.url,

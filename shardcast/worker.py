@@ -229,7 +229,9 @@ class Worker:
                     left = first + config.head_grace_s - now
                 else:
                     if now >= began + self._patience(session, needed=needed):
-                        if needed or not isinstance(keeper.verdict(), NetworkError):
+                        if needed or not isinstance(
+                            keeper.verdict(), (NetworkError, NotFoundError)
+                        ):
                             raise keeper.verdict()
                         return None
                     left = 0.25

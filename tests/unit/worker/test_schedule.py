@@ -256,6 +256,15 @@ def test_a_full_disk_ends_it_at_once() -> None:
     assert isinstance(step.error, DiskFullError)
 
 
+def test_a_job_that_comes_after_the_end_changes_nothing() -> None:
+    play = Play("a")
+    play.schedule.abort(TransferCancelledError("cancelled"))
+    play.add()
+    step = play.schedule.next()
+    assert isinstance(step, Finished)
+    assert isinstance(step.error, TransferCancelledError)
+
+
 # --- giving up --------------------------------------------------------------------------------
 
 
