@@ -148,6 +148,10 @@ class StoredVersion:
         A recorded shard is hashed once (xxh3, blocking). After that only the file's size, mtime
         and inode are compared; if those changed, all shards of the file are hashed again. A
         shard that is not good becomes missing, and a committed version is marked damaged.
+
+        Raises:
+            DiskError: If the bytes cannot be read now (EIO, out of descriptors): the shard keeps
+                its state.
         """
         state = self._states[shard]
         if state == ShardState.MISSING.value:
@@ -313,24 +317,29 @@ class StoredVersion:
                     self._states[shard] = ShardState.RECORDED.value
 
     def _hash(self, extent: Extent) -> bytes | None:
+        """Return the xxh3 of a shard on disk, None if its file is gone or too short.
+
+        Raises:
+            DiskError: If the system cannot say what the bytes are (EIO, out of descriptors).
+        """
         hasher = xxhash.xxh3_128()
-        try:
-            fd = self.open_file(extent.file)
-        except Exception:
-            return None
-        try:
-            buffer = memoryview(bytearray(min(COPY_CHUNK_BYTES, extent.length)))
-            done = 0
-            while done < extent.length:
-                piece = buffer[: min(len(buffer), extent.length - done)]
-                if read_into(fd, piece, extent.offset + done) != len(piece):
-                    return None
-                hasher.update(piece)
-                done += len(piece)
-        except OSError:
-            return None
-        finally:
-            os.close(fd)
+        path = self.version.layout.files[extent.file].path
+        with disk_errors(self.directory / path, "reading"):
+            try:
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._directory_fd)
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+            try:
+                buffer = memoryview(bytearray(min(COPY_CHUNK_BYTES, extent.length)))
+                done = 0
+                while done < extent.length:
+                    piece = buffer[: min(len(buffer), extent.length - done)]
+                    if read_into(fd, piece, extent.offset + done) != len(piece):
+                        return None
+                    hasher.update(piece)
+                    done += len(piece)
+            finally:
+                os.close(fd)
         return hasher.digest()
 
     def _sync(self) -> None:

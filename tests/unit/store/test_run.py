@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import stat
@@ -332,6 +333,26 @@ def test_a_flip_on_disk_is_found_by_the_next_process(run: RunStore, sample: Samp
     assert not again.confirm(0)
     assert not now(again, "complete")
     assert "shard 0: its bytes on disk changed" in (again.damaged or "")
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE])
+def test_an_error_of_the_system_says_nothing_about_the_bytes(
+    run: RunStore, sample: Sample, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    sample.fill(run)
+    run.commit(1)
+    stored = reopened(run).stored(1)
+    assert stored is not None
+
+    def fail(*args: object, **kwargs: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", fail)
+        with pytest.raises(DiskError, match=os.strerror(number)):
+            stored.confirm(0)
+    assert stored.damaged is None
+    assert stored.confirm(0)
 
 
 def test_a_damaged_committed_version_can_be_repaired_without_touching_a_linked_twin(
