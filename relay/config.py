@@ -98,7 +98,6 @@ class RelayConfig:
         quota_bytes: Most bytes of versions in the store; None: any.
         limit_rate_bytes_per_s: What all responses together may send; None: no limit.
         prefetch: What to fetch unasked.
-        materialize: Rebuild full shards from deltas where both are here.
         limits: Bounds.
         net: Bounds of fetching from parents and siblings.
     """
@@ -116,7 +115,6 @@ class RelayConfig:
     quota_bytes: int | None = None
     limit_rate_bytes_per_s: int | None = None
     prefetch: Prefetch = Prefetch.ALL
-    materialize: bool = False
     limits: Limits = field(default_factory=Limits)
     net: NetConfig = field(default_factory=NetConfig)
 

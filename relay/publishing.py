@@ -26,6 +26,7 @@ from relay.threads import in_thread
 from relay.uploads import TooManyUploadsError, Uploads, decode_any, shard_present
 from shardcast.errors import (
     BusyError,
+    DiskError,
     DiskFullError,
     MalformedError,
     RollbackError,
@@ -110,6 +111,9 @@ class Publishing:
             return respond.error_answer(409, error.code, error.message)
         except DiskFullError as error:
             return respond.error_answer(507, error.code, error.message, Retry_After="5")
+        except DiskError as error:
+            log.error("run %s: %s", name, error)
+            return respond.busy_answer(error.message, 5)
         finally:
             self._open -= 1
 
