@@ -109,11 +109,10 @@ class Publishing:
             return respond.busy_answer(error.message, 5)
         except (StateError, TrustError) as error:
             return respond.error_answer(409, error.code, error.message)
-        except DiskFullError as error:
-            return respond.error_answer(507, error.code, error.message, Retry_After="5")
         except DiskError as error:
             log.error("run %s: %s", name, error)
-            return respond.busy_answer(error.message, 5)
+            status = 507 if isinstance(error, DiskFullError) else 503
+            return respond.error_answer(status, error.code, error.message, Retry_After="5")
         finally:
             self._open -= 1
 
