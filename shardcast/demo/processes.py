@@ -6,12 +6,13 @@ import contextlib
 import json
 import os
 import queue
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -99,7 +100,7 @@ class Processes:
     def start(self, name: str, arguments: Sequence[str | Path], *, stays: bool = True) -> Node:
         """Start ``shardcast ARGUMENTS``; ``stays``: it is an error if it ends."""
         log = self._root / "logs" / f"{name}.log"
-        with log.open("ab") as errors:
+        with log.open("ab") as errors, _uninterrupted():
             process = subprocess.Popen(
                 [sys.executable, "-m", "shardcast", *map(str, arguments)],
                 stdin=subprocess.DEVNULL,
@@ -109,8 +110,8 @@ class Processes:
                 encoding="utf-8",
                 start_new_session=True,  # a Ctrl-C is ours to handle, once
             )
-        node = Node(name, process, log, stays)
-        self._nodes.append(node)
+            node = Node(name, process, log, stays)
+            self._nodes.append(node)
         threading.Thread(target=self._read, args=(node,), name=f"read-{name}", daemon=True).start()
         return node
 
@@ -185,6 +186,26 @@ class Processes:
             if lines:
                 return "".join(f"\n  {node.name}: {line}" for line in lines)
         return ""
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Hold back signals while a process is started, so that none is started and not known."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals interrupt the main thread only
+        return
+    arrived: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, frame: arrived.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        for number in arrived:
+            signal.raise_signal(number)
 
 
 def _environment(root: Path) -> Mapping[str, str]:
