@@ -280,10 +280,13 @@ class RelayRun:
                     log.info("run %s: version %d is complete", self.name, number)
 
     def complete_version(self) -> int | None:
-        """Return the newest version of the head that is whole on disk, or None."""
+        """Return the newest version that anyone may run and that is whole on disk, or None."""
         if self.head is None:
             return None
-        for ref in self.head.head.versions:
+        head = self.head.head
+        for ref in head.versions:
+            if ref.version in head.withdrawn:
+                continue
             stored = self.stored.get(ref.version)
             if stored is not None and stored.complete and stored.damaged is None:
                 return ref.version

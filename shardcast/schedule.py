@@ -11,7 +11,8 @@ numbers come from outside, so that tests can play an hour of faults in a millise
 - End game: a transfer that would last much longer than starting over elsewhere is continued
   elsewhere while connections are idle. It is cancelled first, so no byte is fetched twice and
   no two sources ever write to one place.
-- The pull fails when nothing at all was gained for ``give_up_after_s``.
+- The pull fails when nothing at all was gained for ``give_up_after_s``; at once when every source
+  sent a wrong blob, was banned, and sent a wrong one again.
 """
 
 from __future__ import annotations
@@ -141,6 +142,8 @@ class Schedule:
         self._open = True
         self._busy: dict[str, int] = {}
         self._errors: dict[str, ShardcastError] = {}
+        self._wrong_at: dict[str, float] = {}  # first wrong blob since the last good one
+        self._hopeless: set[str] = set()
         self._error: ShardcastError | None = None
         self._verified_at = self._gained_at = clock()
 
@@ -231,6 +234,8 @@ class Schedule:
             flight.source, fetched.bytes, fetched.seconds, rate=not fetched.from_fill
         )
         self._busy.pop(flight.source, None)
+        self._wrong_at.pop(flight.source, None)
+        self._hopeless.discard(flight.source)
         self._verified_at = self._gained_at = self._clock()
 
     def failed(self, flight: Flight, error: ShardcastError) -> None:
@@ -273,10 +278,21 @@ class Schedule:
         else:
             self._selector.failed(source)
             self._selector.banned(source, self._config.ban_s)
+            # One flipped bit at the only source ends nothing: it is asked once more.
+            if flight.started > self._wrong_at.setdefault(source, self._clock()):
+                self._hopeless.add(source)
         # Wrong bytes were no gain; what others are receiving is.
         others = [f.seen_at for f in self._flights if f.seen_offset > f.start_offset]
         self._gained_at = max(self._verified_at, *others) if others else self._verified_at
         self._notify(Notice(source, error, banned=not stitched))
+        if self._hopeless.issuperset(self._sources):
+            self.abort(self._all_wrong(job, error))
+
+    def _all_wrong(self, job: Job, error: IntegrityError) -> IntegrityError:
+        each = "; ".join(f"{url}: {self._errors[url].message}" for url in self._sources)
+        return IntegrityError(
+            f"every source sends wrong bytes, also for {job.name}: {each}", source=error.source
+        )
 
     def _blame(self, flight: Flight, error: ShardcastError, now: float) -> None:
         source = flight.source

@@ -110,6 +110,7 @@ def make_head(
     run: str = RUN,
     expires_in_ms: int = 3_600_000,
     opened: OpenRef | None = None,
+    withdrawn: Sequence[int] = (),
 ) -> bytes:
     """A signed head that lists versions, newest first."""
     now = time.time_ns() // 1_000_000
@@ -120,10 +121,10 @@ def make_head(
         issued_at=min(now, now + expires_in_ms),
         expires_at=now + expires_in_ms,
         keys=[encode_key(signer(key).public_key)],
-        version=refs[0].version if refs else None,
+        version=next((ref.version for ref in refs if ref.version not in withdrawn), None),
         versions=refs,
         open=opened,
-        withdrawn=[],
+        withdrawn=list(withdrawn),
         hold=False,
     )
     return seal(encode_head(head), [signer(key)])

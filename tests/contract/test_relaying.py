@@ -65,6 +65,19 @@ async def test_unchanged_bytes_are_copied_and_not_fetched(tmp_path: Path) -> Non
         assert fetched == 1  # the one new shard
 
 
+async def test_ready_goes_by_the_version_to_run_after_a_withdrawal(tmp_path: Path) -> None:
+    old, new = make_version(1), make_version(2)
+    parent = ScriptedParent()
+    parent.serve(make_head(old, new), old, new)
+    async with parent.running(), running(config(tmp_path / "r", parent.url)) as url:
+        await wait_ready(url)
+        assert (await status_of(url))["runs"][RUN]["complete"] == 2
+        parent.serve(make_head(old, new, withdrawn=[2]))
+        await eventually(lambda: parent.count(old.shards))
+        await wait_ready(url)
+        assert (await status_of(url))["runs"][RUN]["complete"] == 1
+
+
 async def test_equal_shards_of_one_version_are_fetched_once(tmp_path: Path) -> None:
     version = make_version(1, {"a": bytes(4 * SHARD), "b": bytes(SHARD)})
     parent = ScriptedParent()

@@ -468,12 +468,15 @@ def test_a_wrong_blob_bans_its_source_and_the_report_names_it(
     assert len([d for d in bad.blob_requests if d in shards]) <= QUICK.connections_per_source
 
 
-def test_only_wrong_blobs_end_it_as_an_integrity_error(
-    tmp_path: Path, run: FakeRun, server: RunServer
+def test_only_wrong_blobs_end_it_soon_as_an_integrity_error_that_names_all(
+    tmp_path: Path, run: FakeRun, servers: tuple[RunServer, RunServer]
 ) -> None:
-    server.fault = lambda request, data: [response(200, b"x" * len(data))]
-    with pytest.raises(IntegrityError, match=server.url):
-        worker(tmp_path / "out", run, server, config=with_config(give_up_after_s=0.5)).pull()
+    for server in servers:
+        server.fault = lambda request, data: [response(200, b"x" * len(data))]
+    patient = with_config(give_up_after_s=600)
+    with pytest.raises(IntegrityError, match=servers[0].url) as caught:
+        worker(tmp_path / "out", run, *servers, config=patient).pull()
+    assert servers[1].url in caught.value.message
     assert not (tmp_path / "out" / "versions").exists()
 
 

@@ -345,21 +345,56 @@ def test_gains_that_never_make_a_blob_do_not_keep_it_alive_for_ever() -> None:
     assert 600 < play.now < 700
 
 
-def test_a_source_that_sends_only_wrong_bytes_ends_it_as_an_integrity_error() -> None:
-    play = Play("a")
-    play.add()
+@pytest.mark.parametrize("sources", [["a"], ["a", "b", "c"]])
+def test_where_all_sources_send_wrong_bytes_it_ends_soon_and_names_them(sources: list[str]) -> None:
+    play = Play(*sources)
+    for n in range(20):
+        play.add(f"shard {n}")
     step = play.schedule.next()
     while not isinstance(step, Finished):
         if isinstance(step, Flight):
-            play.now += 2
+            play.now += 0.1
             play.receive(step, SIZE)
-            play.schedule.next()  # somebody sees the progress of these bytes
-            play.schedule.failed(step, IntegrityError("wrong", source="a"))
+            error = IntegrityError(f"{step.source} is wrong", source=step.source)
+            play.schedule.failed(step, error)
         else:
             play.now += step.seconds
         step = play.schedule.next()
     assert isinstance(step.error, IntegrityError)
-    assert play.now < 90
+    assert step.error.source in sources
+    assert all(f"{source} is wrong" in step.error.message for source in sources)
+    assert play.now < 5
+
+
+def test_wrong_blobs_between_good_ones_do_not_end_it() -> None:
+    play = Play("a")
+    for n in range(10):
+        play.add(f"shard {n}")
+    for n in range(20):
+        flight = play.start()
+        if n % 2:
+            play.finish(flight)
+        else:
+            play.now += 0.1
+            play.receive(flight, SIZE)
+            play.schedule.failed(flight, IntegrityError("wrong", source="a"))
+    play.schedule.close()
+    assert play.schedule.next() == Finished(None)
+
+
+def test_wrong_blobs_that_came_at_once_do_not_end_it() -> None:
+    play = Play("a")
+    play.add("shard 1")
+    play.add("shard 2")
+    flights = [play.start(), play.start()]
+    play.now += 0.1
+    for flight in flights:
+        play.receive(flight, SIZE)
+        play.schedule.failed(flight, IntegrityError("wrong", source="a"))
+    play.finish(play.start())
+    play.finish(play.start())
+    play.schedule.close()
+    assert play.schedule.next() == Finished(None)
 
 
 def test_a_new_job_begins_with_full_patience() -> None:
