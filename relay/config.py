@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -98,6 +99,8 @@ class RelayConfig:
         quota_bytes: Most bytes of versions in the store; None: any.
         limit_rate_bytes_per_s: What all responses together may send; None: no limit.
         prefetch: What to fetch unasked.
+        depth: Returns how far the store is from the origin, where a worker fills it; None: what
+            the parents say.
         limits: Bounds.
         net: Bounds of fetching from parents and siblings.
     """
@@ -115,6 +118,7 @@ class RelayConfig:
     quota_bytes: int | None = None
     limit_rate_bytes_per_s: int | None = None
     prefetch: Prefetch = Prefetch.ALL
+    depth: Callable[[], int] | None = None
     limits: Limits = field(default_factory=Limits)
     net: NetConfig = field(default_factory=NetConfig)
 
@@ -147,8 +151,15 @@ class RelayConfig:
 
     @property
     def origin(self) -> bool:
-        """Whether this is the root of a tree."""
+        """Whether the store itself is what it serves, and nothing is fetched."""
         return not self.parents
+
+    @property
+    def role(self) -> str:
+        """What it is in its tree."""
+        if self.parents:
+            return "relay"
+        return "origin" if self.depth is None else "worker"
 
 
 def split_listen(listen: str) -> tuple[str, int]:

@@ -254,7 +254,6 @@ class ParentFeed:
     async def _tick(self) -> None:
         while True:
             self._node.parents.update()
-            self._node.metrics.depth.set(self._node.depth)
             await asyncio.sleep(TICK_S)
 
     def _tell(self, text: str, *, level: int = logging.WARNING) -> None:

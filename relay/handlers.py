@@ -169,6 +169,7 @@ class Handlers:
     def _metrics(self) -> web.Response:
         metrics = self._node.metrics
         metrics.connections.set(self._node.admission.connections)
+        metrics.depth.set(self._node.depth)
         for run in self._node.runs.values():
             metrics.complete.labels(run=run.name).set(run.complete_version() or 0)
         return web.Response(

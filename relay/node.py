@@ -91,7 +91,7 @@ class Node:
     @property
     def depth(self) -> int:
         """How far this relay is from the origin."""
-        return self.parents.depth
+        return self.parents.depth if self.config.depth is None else self.config.depth()
 
     # --- runs -----------------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ def status_document(node: Node, clients: Clients) -> dict[str, Any]:
     return {
         "software": f"shardcast/{shardcast.__version__}",
         "node": node.identity.node,
-        "role": "origin" if node.config.origin else "relay",
+        "role": node.config.role,
         "depth": node.depth,
         "uptime_s": round(node.clock() - node.started, 1),
         "draining": node.draining,

@@ -38,6 +38,7 @@ from shardcast.obtain import Damage, Obtainer, Tally
 from shardcast.protocol import trust
 from shardcast.protocol.documents import check_run
 from shardcast.protocol.head import VersionRef
+from shardcast.protocol.limits import MAX_DEPTH
 from shardcast.protocol.trust import TrustState
 from shardcast.pulling import FetchPool
 from shardcast.scans import Scans
@@ -143,6 +144,7 @@ class WorkerSession:
         )
         self._scans = Scans(store, options.threads)
         self._documents = threading.Lock()
+        self._watcher: HeadWatcher | None = None
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -153,7 +155,7 @@ class WorkerSession:
 
     def watcher(self) -> HeadWatcher:
         """Return a watcher of all sources that feeds the keeper."""
-        return HeadWatcher(
+        self._watcher = HeadWatcher(
             self.options.run,
             self._upstreams,
             self.options.config,
@@ -161,6 +163,14 @@ class WorkerSession:
             on_change=self._on_change,
             rng=self._rng,
         )
+        return self._watcher
+
+    @property
+    def depth(self) -> int:
+        """One more than the nearest live source's distance from the origin, at most 16."""
+        states = self._watcher.states.values() if self._watcher is not None else ()
+        depths = [s.depth for s in states if s.live and s.depth is not None]
+        return min([MAX_DEPTH, *(depth + 1 for depth in depths)])
 
     def _on_change(self, url: str, state: UpstreamState) -> None:
         self.keeper.on_change(url, state)

@@ -37,6 +37,7 @@ from shardcast.hooks import UpdateHook
 from shardcast.protocol import trust
 from shardcast.protocol.digest import is_digest
 from shardcast.protocol.head import Head, VersionRef
+from shardcast.protocol.limits import MAX_DEPTH
 from shardcast.protocol.trust import Accepted
 from shardcast.session import Obtained, WorkerOptions, WorkerSession, open_worker
 from shardcast.store.stored import Durability
@@ -129,6 +130,12 @@ class Worker:
             tls=tls,
         )
         self._observer = observer
+        self._following: WorkerSession | None = None
+
+    @property
+    def depth(self) -> int:
+        """How far from the origin what this worker follows is; 16 while no source answers."""
+        return MAX_DEPTH if self._following is None else self._following.depth
 
     # --- pull -------------------------------------------------------------------------------
 
@@ -273,6 +280,7 @@ class Worker:
             newest.put_nowait(_update(ready, path, head))
 
         async with open_worker(self.options, self._observer) as session:
+            self._following = session
             current = await self._current(session)
             async with _watching(session) as watching:
                 follower = Follower(

@@ -102,4 +102,4 @@ async def _follow(
 
     async with asyncio.TaskGroup() as group:
         group.create_task(updates())
-        group.create_task(serve_out(directory, run, listen, ready))
+        group.create_task(serve_out(directory, run, listen, ready, depth=lambda: worker.depth))

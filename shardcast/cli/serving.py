@@ -1,6 +1,6 @@
 """``follow --serve``: a worker's committed versions, served to its neighbours as they are.
 
-The relay runs as an origin over a view of OUT: a directory ``OUT/state/serve/{run}`` whose
+The relay runs as an origin does, over a view of OUT: a directory ``OUT/state/serve/{run}`` whose
 ``versions``, ``blobs`` and ``state`` are links to OUT's own, and whose ``head.json`` follows OUT's
 once the version that it calls newest is committed. So it never announces what it cannot serve.
 The view's publish lock is held, which keeps the relay from removing anything.
@@ -24,8 +24,17 @@ POLL_S: Final = 0.1
 """One stat: a committed version is served within this time."""
 
 
-async def serve_out(out: Path, run: str, listen: str, ready: Callable[[str], None]) -> None:
+async def serve_out(
+    out: Path, run: str, listen: str, ready: Callable[[str], None], *, depth: Callable[[], int]
+) -> None:
     """Serve OUT until cancelled.
+
+    Args:
+        out: The directory.
+        run: Its run.
+        listen: ``HOST:PORT``.
+        ready: Called with the URL once it listens.
+        depth: Returns how far the worker is from the origin at the moment.
 
     Raises:
         UsageError: If it cannot listen there.
@@ -41,7 +50,7 @@ async def serve_out(out: Path, run: str, listen: str, ready: Callable[[str], Non
     lock = store.lock("publish", what=f"serving {out}")
     try:
         lock.acquire(wait_s=5.0)
-        config = RelayConfig(store=view.parent, listen=listen, runs=(run,))
+        config = RelayConfig(store=view.parent, listen=listen, runs=(run,), depth=depth)
         async with asyncio.TaskGroup() as group:
             group.create_task(_forward_heads(store, view))
             await serve(config, ready=ready, stop=asyncio.Event())

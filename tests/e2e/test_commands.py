@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
 from pathlib import Path
 
@@ -128,6 +129,11 @@ def test_follow_runs_its_hook_and_ends_cleanly_on_sigterm(tmp_path: Path) -> Non
         assert {"ready", "committed"} <= kinds
 
 
+def _depth(url: str) -> int:
+    with urllib.request.urlopen(f"{url}/v1/status", timeout=10) as answer:
+        return int(json.load(answer)["depth"])
+
+
 def test_follow_serves_its_neighbours(tmp_path: Path) -> None:
     with tree(tmp_path / "tree") as made:
         ckpt = published_tree(made, tmp_path)
@@ -143,7 +149,14 @@ def test_follow_serves_its_neighbours(tmp_path: Path) -> None:
         neighbour.wait_committed(2, timeout=TIMEOUT_S)
         assert_same_files(ckpt, neighbour.current)
         with urllib.request.urlopen(f"{listening['url']}/v1/status", timeout=10) as answer:
-            assert json.load(answer)["runs"]["policy"]["complete"] == 2
+            status = json.load(answer)
+            assert status["runs"]["policy"]["complete"] == 2
+            assert (status["role"], status["depth"]) == ("worker", 1)  # one hop from the origin
+            assert answer.headers["Shardcast-Depth"] == "1"
+        assert origin.process.stop()
+        deadline = time.monotonic() + TIMEOUT_S
+        while _depth(listening["url"]) != 16:  # what it has now leads to no origin
+            assert time.monotonic() < deadline
         checked = run("verify", tmp_path / "tree/worker")
         assert checked.returncode == 0, checked.stdout
 
