@@ -254,7 +254,7 @@ class RunStore:
             here = self.stored(number)
             if here is not None and here.version.layout_digest == version.layout_digest:
                 here.update(version)
-                self.save_state(version)
+                self.save_state(here.version)
                 if not here.committed and files:
                     make_files(version, here.directory)
                 return here

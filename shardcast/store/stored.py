@@ -92,12 +92,15 @@ class StoredVersion:
     def update(self, version: Version) -> None:
         """Take over what an open version's newer documents say.
 
+        A version that is closed stays closed, whatever a caller that is behind still believes.
+
         Raises:
             StateError: If they are of another layout.
         """
         if version.layout_digest != self.version.layout_digest:
             raise StateError(f"version {version.number} has another layout", source=self._name)
-        self.version = version
+        if version.complete or not self.version.complete:
+            self.version = version
 
     def state(self, shard: int) -> ShardState:
         """Return what is known of a shard."""

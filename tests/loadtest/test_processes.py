@@ -97,7 +97,7 @@ while time.process_time() < 0.2: pass
 """
     with Processes(tmp_path) as group:
         usage = python(group, code, str(tmp_path / "out")).check(timeout=TIMEOUT_S).usage
-    assert 3_000_000 <= usage.written_bytes < 3_100_000
+    assert 3_000_000 <= usage.written_bytes < 4_000_000  # coverage writes its own data too
     assert 0.2 <= usage.cpu_s < 2.0
     assert usage.wall_s >= 0.2
 

@@ -122,6 +122,11 @@ def test_an_open_version_is_assembled_with_the_parts_that_are_here(
     again = reopened(run).stored(1)
     assert again is not None
     assert again.version == sample.version
+    assert run.stage(opened) is stored  # somebody who is behind does not open it again
+    assert now(stored, "complete")
+    last = reopened(run).stored(1)
+    assert last is not None
+    assert last.version == sample.version
     with pytest.raises(StateError, match="another layout"):
         stored.update(make_sample(created_at=2).version)
 
