@@ -89,6 +89,9 @@ def test_every_test_that_threats_names_exists() -> None:
     sources = [
         *(ROOT / "tests").glob("unit/protocol/*.py"),
         *(ROOT / "tests").glob("property/*.py"),
+        *(ROOT / "tests").glob("unit/worker/*.py"),
+        *(ROOT / "tests").glob("unit/publishing/*.py"),
+        *(ROOT / "tests").glob("contract/*.py"),
     ]
     text = "\n".join(path.read_text(encoding="utf-8") for path in sources)
     assert named <= set(re.findall(r"^def (test_\w+)\(", text, re.MULTILINE))
