@@ -14,12 +14,12 @@ import logging
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from shardcast.asyncget import HttpSession
+from shardcast.connection import parse_endpoint
+from shardcast.errors import ShardcastError
 from shardcast.protocol.wire import NODE_HEADER, parse_node
-
-if TYPE_CHECKING:
-    import aiohttp
 
 log = logging.getLogger("relay.siblings")
 
@@ -29,6 +29,8 @@ POLL_FIRST_S: Final = 0.25
 SETTLE_S: Final = 2.0
 """How long prefetching waits for siblings at the start: what is fetched alone is fetched twice."""
 ANSWER_S: Final = 2.0
+ANSWER_BYTES: Final = 64 * 1024
+"""An answer of ``/healthz`` is a line; more is another kind of server."""
 SUSPECT_S: Final = 5.0
 """How long a sibling that failed a request is not asked for blobs."""
 
@@ -114,7 +116,7 @@ class Siblings:
             async with asyncio.timeout(SETTLE_S):
                 await self._all_live.wait()
 
-    async def watch(self, session: aiohttp.ClientSession) -> None:
+    async def watch(self, session: HttpSession) -> None:
         """Keep asking all of them until cancelled."""
         began = self._clock()
         while True:
@@ -124,17 +126,14 @@ class Siblings:
             early = not self._all_live.is_set() and self._clock() - began < SETTLE_S
             await asyncio.sleep(POLL_FIRST_S if early else POLL_S)
 
-    async def _ask(self, session: aiohttp.ClientSession, url: str) -> None:
-        import aiohttp
-
+    async def _ask(self, session: HttpSession, url: str) -> None:
         try:
-            async with session.get(
-                f"{url}/healthz",
-                timeout=aiohttp.ClientTimeout(total=ANSWER_S),
-                allow_redirects=False,
-            ) as answer:
-                await answer.content.read(1024)
-                node = parse_node(answer.headers.get(NODE_HEADER))
-                self.saw(url, node, live=answer.status == 200 and node is not None)
-        except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
+            async with asyncio.timeout(ANSWER_S):
+                answer = await session.get(
+                    parse_endpoint(url), "/healthz", limit=ANSWER_BYTES, timeout_s=ANSWER_S
+                )
+        except (ShardcastError, TimeoutError):
             self.saw(url, None, live=False)
+            return
+        node = parse_node(answer.headers.get(NODE_HEADER.lower()))
+        self.saw(url, node, live=answer.status == 200 and node is not None)

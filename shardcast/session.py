@@ -425,7 +425,7 @@ async def open_worker(
         )
         keeper = HeadKeeper(store, state, emit)
         store.clean_leftovers()
-        async with open_session(options.config) as http:
+        async with open_session(options.config, tls=options.tls) as http:
             upstreams = [Upstream(url, http, options.config) for url in options.sources]
             session = WorkerSession(options, store, keeper, upstreams, emit)
             try:

@@ -1,4 +1,4 @@
-"""The control plane of a source: heads and JSON, by asyncio and aiohttp (imported on first use).
+"""The control plane of a source: heads and JSON, by asyncio.
 
 ``HeadWatcher`` keeps one long poll at each of several sources, so that a new head crosses a hop in
 about one round trip whichever source has it first. It judges nothing: every envelope goes to a
@@ -9,24 +9,24 @@ from __future__ import annotations
 
 import asyncio
 import random
+import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 
 import shardcast
+from shardcast.asyncget import HttpSession
 from shardcast.config import NetConfig
 from shardcast.connection import parse_endpoint
 from shardcast.errors import (
-    LimitError,
     MalformedError,
     NetworkError,
     ShardcastError,
     SourceStatusError,
-    StallError,
 )
 from shardcast.protocol.limits import MAX_DOCUMENT_BYTES, MAX_HEAD_BYTES
 from shardcast.protocol.wire import (
@@ -38,9 +38,6 @@ from shardcast.protocol.wire import (
     parse_node,
     parse_retry_after,
 )
-
-if TYPE_CHECKING:
-    import aiohttp
 
 EARLY_S: Final = 1.0
 """An unchanged answer this much before the end of the wait means a server that does not wait."""
@@ -78,31 +75,28 @@ class HeadSource(Protocol):
 
 @asynccontextmanager
 async def open_session(
-    config: NetConfig, headers: Mapping[str, str] | None = None
-) -> AsyncIterator[aiohttp.ClientSession]:
-    """Yield a client session as ``Upstream`` needs it, closed afterwards.
+    config: NetConfig,
+    headers: Mapping[str, str] | None = None,
+    tls: ssl.SSLContext | None = None,
+) -> AsyncIterator[HttpSession]:
+    """Yield an HTTP client as ``Upstream`` needs it, closed afterwards.
 
     Args:
         config: Timeouts.
         headers: Sent with every request.
+        tls: For https; None means the system's certificates.
     """
-    import aiohttp
-
-    connector = aiohttp.TCPConnector(limit=0, ttl_dns_cache=30)
-    async with aiohttp.ClientSession(
-        connector=connector,
-        auto_decompress=False,
-        cookie_jar=aiohttp.DummyCookieJar(),
-        timeout=aiohttp.ClientTimeout(
-            total=config.header_timeout_s, sock_connect=config.connect_timeout_s
-        ),
-        headers={
-            "User-Agent": f"shardcast/{shardcast.__version__}",
-            "Accept-Encoding": "identity",
-            **(headers or {}),
-        },
-    ) as session:
+    sent = {
+        "User-Agent": f"shardcast/{shardcast.__version__}",
+        "Accept": "*/*",
+        "Accept-Encoding": "identity",
+        **(headers or {}),
+    }
+    session = HttpSession(config, sent, tls)
+    try:
         yield session
+    finally:
+        await session.close()
 
 
 class Upstream:
@@ -112,13 +106,14 @@ class Upstream:
         url: Its base URL, without a slash at the end.
     """
 
-    def __init__(self, url: str, session: aiohttp.ClientSession, config: NetConfig) -> None:
+    def __init__(self, url: str, session: HttpSession, config: NetConfig) -> None:
         """Check the URL; connect later.
 
         Raises:
             UsageError: If the URL is none.
         """
-        self.url = parse_endpoint(url).url
+        self._endpoint = parse_endpoint(url)
+        self.url = self._endpoint.url
         self._session = session
         self._config = config
 
@@ -134,14 +129,14 @@ class Upstream:
         path = head_path(run, after=after, wait=wait_s if after is not None else None)
         body, headers = await self._get(path, limit=MAX_HEAD_BYTES, wait_s=wait_s)
         try:
-            depth = parse_depth(headers.get(DEPTH_HEADER))
+            depth = parse_depth(headers.get(DEPTH_HEADER.lower()))
         except MalformedError as error:
             error.source = self.url
             raise
         return HeadAnswer(
             envelope=body,
             depth=depth,
-            node=parse_node(headers.get(NODE_HEADER)),
+            node=parse_node(headers.get(NODE_HEADER.lower())),
             url=self.url,
         )
 
@@ -189,37 +184,25 @@ class Upstream:
     async def _get(
         self, path: str, *, limit: int, wait_s: float = 0
     ) -> tuple[bytes, Mapping[str, str]]:
-        import aiohttp
-
-        config = self._config
-        timeout = aiohttp.ClientTimeout(
-            total=wait_s + config.header_timeout_s, sock_connect=config.connect_timeout_s
-        )
         try:
-            async with self._session.get(
-                self.url + path, timeout=timeout, allow_redirects=False
-            ) as response:
-                if response.status != 200:
-                    raise self._status_error(path, response.status, response.headers)
-                coding = response.headers.get("Content-Encoding", "identity")
-                if coding != "identity":
-                    raise NetworkError(f"sends {path} with Content-Encoding {coding[:40]!r}")
-                body = await self._read(response, path, limit)
-                return body, response.headers
+            answer = await self._session.get(
+                self._endpoint,
+                path,
+                limit=limit,
+                timeout_s=wait_s + self._config.header_timeout_s,
+            )
+            if answer.status != 200:
+                raise self._status_error(path, answer.status, answer.headers)
+            coding = answer.headers.get("content-encoding", "identity").lower()
+            if coding != "identity":
+                raise NetworkError(f"sends {path} with Content-Encoding {coding[:40]!r}")
         except ShardcastError as error:
             error.source = error.source or self.url
             raise
-        except TimeoutError as error:
-            raise StallError(f"no answer to {path} in time", source=self.url) from error
-        except aiohttp.ClientConnectorCertificateError as error:
-            raise NetworkError(
-                f"certificate is not trusted: {error.certificate_error}", source=self.url
-            ) from error
-        except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise NetworkError(f"cannot get {path}: {error}", source=self.url) from error
+        return answer.body, answer.headers
 
     def _status_error(self, path: str, status: int, headers: Mapping[str, str]) -> NetworkError:
-        where = headers.get("Location")
+        where = headers.get("location")
         if 300 <= status < 400 and where is not None:
             return NetworkError(
                 f"redirects {path} to {where!r:.200}: not followed", source=self.url
@@ -228,16 +211,8 @@ class Upstream:
             f"answers {status} to {path}",
             source=self.url,
             status=status,
-            retry_after=parse_retry_after(headers.get("Retry-After"), time.time()),
+            retry_after=parse_retry_after(headers.get("retry-after"), time.time()),
         )
-
-    async def _read(self, response: aiohttp.ClientResponse, path: str, limit: int) -> bytes:
-        body = bytearray()
-        async for piece in response.content.iter_any():
-            body += piece
-            if len(body) > limit:
-                raise LimitError(f"{path} is over its limit of {limit} bytes", source=self.url)
-        return bytes(body)
 
 
 @dataclass(frozen=True, slots=True)

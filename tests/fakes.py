@@ -134,6 +134,11 @@ class ScriptedServer:
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"{'https' if self._tls else 'http'}://{host}:{self.port}"
 
+    @property
+    def open_connections(self) -> int:
+        """How many connections are being served."""
+        return len(self._open)
+
     def wait_for(self, condition: Callable[[], bool]) -> None:
         """Wait until a condition over what came holds; it is looked at after each request."""
         with self.changed:
@@ -203,6 +208,7 @@ class ScriptedServer:
                     break
         with self.changed:
             self._open -= {sock, raw}
+            self.changed.notify_all()
         with contextlib.suppress(OSError):
             sock.close()
 

@@ -101,6 +101,11 @@ def test_the_command_line_starts_without_the_relay_and_its_web_server(
     assert not loaded["shardcast.cli.main"].of(frozenset({"aiohttp", "relay", "trainer_adapter"}))
 
 
+def test_a_worker_needs_no_web_framework_and_no_terminal(loaded: dict[str, Loaded]) -> None:
+    unneeded = frozenset({"aiohttp", "numpy", "prometheus_client", "relay", "rich", "typer"})
+    assert not loaded["shardcast.worker"].of(unneeded)
+
+
 @pytest.mark.parametrize("package", [m for m in MODULES if (ROOT / m.replace(".", "/")).is_dir()])
 def test_a_package_init_holds_a_docstring_and_at_most_a_version(package: str) -> None:
     init = ROOT / package.replace(".", "/") / "__init__.py"

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+import ssl
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -75,3 +78,27 @@ def server(run: FakeRun) -> Iterator[RunServer]:
 def servers(run: FakeRun) -> Iterator[tuple[RunServer, RunServer]]:
     with RunServer(run) as first, RunServer(run) as second:
         yield first, second
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tls") / "localhost.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256",
+         "-nodes", "-keyout", path, "-out", path.with_suffix(".crt"), "-days", "2",
+         "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    with path.open("ab") as both:
+        both.write(path.with_suffix(".crt").read_bytes())
+    return path
+
+
+def serving(certificate: Path) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+    return context
+
+
+def trusting(certificate: Path) -> ssl.SSLContext:
+    return ssl.create_default_context(cafile=str(certificate.with_suffix(".crt")))

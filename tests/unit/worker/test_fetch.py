@@ -7,8 +7,6 @@ RFC 9112 (framing), not from what the client does.
 from __future__ import annotations
 
 import socket
-import ssl
-import subprocess
 import threading
 from collections.abc import Callable, Iterable
 from itertools import chain
@@ -45,7 +43,7 @@ from tests.fakes import (
     drip,
     response,
 )
-from tests.unit.worker.conftest import QUICK, some_bytes, with_config
+from tests.unit.worker.conftest import QUICK, serving, some_bytes, trusting, with_config
 
 DATA = some_bytes(300_000)
 DIGEST = blake3(DATA).hexdigest()
@@ -765,30 +763,10 @@ def test_a_cancelled_fetch_does_nothing(cancel: Cancel) -> None:
 # --- TLS --------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tls") / "localhost.pem"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256",
-         "-nodes", "-keyout", path, "-out", path.with_suffix(".crt"), "-days", "2",
-         "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    with path.open("ab") as both:
-        both.write(path.with_suffix(".crt").read_bytes())
-    return path
-
-
-def serving(certificate: Path) -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate)
-    return context
-
-
 def test_https_with_a_trusted_certificate(certificate: Path) -> None:
-    trusting = ssl.create_default_context(cafile=str(certificate.with_suffix(".crt")))
+    known = trusting(certificate)
     with ScriptedServer(whole, tls=serving(certificate)) as server:
-        source = BlobSource(server.url, QUICK, tls=trusting)
+        source = BlobSource(server.url, QUICK, tls=known)
         for _ in range(2):
             got = Got()
             source.fetch(got.transfer, Cancel())
@@ -803,9 +781,9 @@ def test_a_certificate_that_is_not_trusted_is_named(certificate: Path) -> None:
 
 
 def test_a_certificate_for_another_name_is_named(certificate: Path) -> None:
-    trusting = ssl.create_default_context(cafile=str(certificate.with_suffix(".crt")))
+    known = trusting(certificate)
     with ScriptedServer(whole, tls=serving(certificate), host="127.0.0.2") as server:
-        source = BlobSource(server.url, QUICK, tls=trusting)
+        source = BlobSource(server.url, QUICK, tls=known)
         with pytest.raises(NetworkError, match="is not trusted"):
             source.fetch(Got().transfer, Cancel())
 
@@ -825,13 +803,13 @@ def test_a_tls_handshake_that_never_ends_is_a_stall() -> None:
 
 
 def test_a_read_over_tls_can_be_cancelled(certificate: Path) -> None:
-    trusting = ssl.create_default_context(cafile=str(certificate.with_suffix(".crt")))
+    known = trusting(certificate)
     cancel, caught = Cancel(), list[Exception]()
     pause = threading.Event()
     begin: list[Action] = [response(200, DATA[:20_000], length=len(DATA)), Until(pause)]
     with ScriptedServer(lambda request: begin, tls=serving(certificate)) as server:
         config = with_config(read_timeout_s=30)
-        source = BlobSource(server.url, config, tls=trusting)
+        source = BlobSource(server.url, config, tls=known)
 
         def fetch() -> None:
             try:

@@ -7,6 +7,7 @@ import random
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -19,8 +20,18 @@ from shardcast.errors import (
     StallError,
 )
 from shardcast.upstream import HeadAnswer, HeadWatcher, Upstream, UpstreamState, open_session
-from tests.fakes import Action, Close, Gone, Request, ScriptedServer, drip, response
-from tests.unit.worker.conftest import QUICK, with_config
+from tests.fakes import (
+    Action,
+    Close,
+    Gone,
+    Request,
+    Reset,
+    ScriptedServer,
+    Unaccepting,
+    drip,
+    response,
+)
+from tests.unit.worker.conftest import QUICK, serving, trusting, with_config
 
 Answers = Callable[[Request], Iterable[Action]]
 
@@ -32,6 +43,10 @@ async def ask() -> AsyncIterator[Callable[[ScriptedServer], Upstream]]:
 
 
 Ask = Callable[[ScriptedServer], Upstream]
+
+
+def chunks(body: bytes, coding: str = "chunked") -> bytes:
+    return f"HTTP/1.1 200 OK\r\nTransfer-Encoding: {coding}\r\n\r\n".encode() + body
 
 
 # --- one source -------------------------------------------------------------------------------
@@ -64,8 +79,22 @@ async def test_a_long_poll_says_after_and_wait(ask: Ask) -> None:
         (response(200, bytes((1 << 20) + 1)), LimitError, "over its limit"),
         (response(200, b"{}", {"Shardcast-Depth": "many"}), MalformedError, "Depth"),
         (response(200, b"{}", {"Shardcast-Depth": "17"}), MalformedError, "Depth"),
-        (response(200, b"{", length=5), NetworkError, "cannot get"),
-        (b"what?\r\n\r\n", NetworkError, "cannot get"),
+        (response(200, b"{", length=5), NetworkError, "within its answer"),
+        (b"what?\r\n\r\n", NetworkError, "not HTTP"),
+        (b"HTTP/1.1 200 OK\r\n", NetworkError, "within its answer"),
+        (b"", NetworkError, "before an answer"),
+        (b"HTTP/1.1 103 Early Hints\r\n\r\n" * 9, NetworkError, "interim"),
+        (b"HTTP/1.1 200 OK\r\nX: " + b"a" * 100_000 + b"\r\n\r\n", NetworkError, "too long"),
+        (b"HTTP/1.1 200 OK\r\nX: " + b"a" * 40_000 + b"\r\n\r\n", NetworkError, "too long"),
+        (chunks(b"zz\r\nabc\r\n"), NetworkError, "malformed chunk"),
+        (chunks(b"-1\r\nabc\r\n"), NetworkError, "malformed chunk"),
+        (chunks(b"3\r\nabcd\r\n0\r\n\r\n"), NetworkError, "malformed chunk"),
+        (chunks(b"ffffffff\r\n"), LimitError, "over its limit"),
+        (chunks(b"3\r\nab"), NetworkError, "within its answer"),
+        (chunks(b"3" * 70_000), NetworkError, "endless line"),
+        (chunks(b"0\r\n\r\n", "gzip, chunked"), NetworkError, "unclear"),
+        (chunks(b"0\r\n\r\n", "chunked\r\nContent-Length: 3"), NetworkError, "unclear"),
+        (b"HTTP/1.1 200 OK\r\n\r\n" + bytes((1 << 20) + 1), LimitError, "over its limit"),
     ],
 )
 async def test_what_is_no_head_is_refused_and_names_the_source(
@@ -75,6 +104,72 @@ async def test_what_is_no_head_is_refused_and_names_the_source(
         with pytest.raises(kind, match=match) as caught:
             await ask(server).head("policy")
         assert caught.value.source == server.url
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        response(200, b"hello world"),
+        response(200, b"hello world", length=-1),
+        b"HTTP/1.1 103 Early Hints\r\n\r\n" + response(200, b"hello world"),
+        chunks(b"5\r\nhello\r\n6;ext=1\r\n world\r\n0\r\nTrailer: x\r\n\r\n"),
+    ],
+    ids=["length", "until the end", "interim", "chunked"],
+)
+async def test_bodies_end_in_every_way_of_http(ask: Ask, answer: bytes) -> None:
+    with ScriptedServer(lambda r: [answer, Close()]) as server:
+        upstream = ask(server)
+        for _ in range(2):
+            assert (await upstream.head("policy")).envelope == b"hello world"
+
+
+@pytest.mark.parametrize("ending", [[], [Close()]], ids=["kept", "closed"])
+async def test_connections_are_kept_and_replaced(ask: Ask, ending: list[Action]) -> None:
+    with ScriptedServer(lambda r: [response(200, b"{}"), *ending]) as server:
+        upstream = ask(server)
+        for _ in range(3):
+            await upstream.head("policy")
+        assert server.connections == (3 if ending else 1)
+
+
+async def test_a_kept_connection_that_dies_under_the_request_is_replaced(ask: Ask) -> None:
+    def handler(request: Request) -> Iterable[Action]:
+        first = request.connection == 1 and len(server.requests) > 1
+        return [Reset()] if first else [response(200, b"{}")]
+
+    with ScriptedServer(handler) as server:
+        upstream = ask(server)
+        await upstream.head("policy")
+        await upstream.head("policy")
+        assert server.connections == 2
+
+
+async def test_a_request_that_is_cancelled_closes_its_connection(ask: Ask) -> None:
+    with ScriptedServer(lambda r: [Gone()]) as server:
+        upstream = ask(server)
+        asking = asyncio.ensure_future(upstream.head("policy", after=1, wait_s=25))
+        await asyncio.to_thread(server.wait_for, lambda: bool(server.requests))
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        await asyncio.to_thread(server.wait_for, lambda: server.open_connections == 0)
+
+
+async def test_a_certificate_that_is_not_trusted_is_named(certificate: Path) -> None:
+    with ScriptedServer(lambda r: [response(200, b"{}")], tls=serving(certificate)) as server:
+        async with open_session(QUICK) as session:
+            with pytest.raises(NetworkError, match="is not trusted"):
+                await Upstream(server.url, session, QUICK).head("policy")
+        async with open_session(QUICK, tls=trusting(certificate)) as session:
+            assert (await Upstream(server.url, session, QUICK).head("policy")).envelope == b"{}"
+
+
+async def test_a_connection_that_is_never_accepted_is_a_stall() -> None:
+    config = with_config(connect_timeout_s=0.2)
+    with Unaccepting() as hole:
+        async with open_session(config) as session:
+            with pytest.raises(StallError, match="no connection"):
+                await Upstream(hole.url, session, config).head("policy")
 
 
 async def test_retry_after_is_told(ask: Ask) -> None:
