@@ -1,6 +1,6 @@
 """How a plain function becomes a command: common options, environment names, errors.
 
-A command is ``def name(out: Output, ...)`` with typer's annotations. Registering it adds
+A command is ``def name(out: Output, ...)`` with typer's annotations. Building it adds
 ``--config``, ``--json``, ``--verbose`` and ``--quiet``, lets each option come from the environment,
 and turns errors into exit codes.
 """
@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
-from typer.models import OptionInfo
+from typer.models import OptionInfo, ParameterInfo
 
 from shardcast.cli.guard import guard
 from shardcast.cli.output import Output
 from shardcast.cli.settings import apply_config
+from shardcast.errors import MalformedError, UsageError
 
 ENVIRONMENT_PREFIX: Final = "SHARDCAST"
 
@@ -63,10 +64,9 @@ _COMMON: Final[tuple[tuple[str, Any, object], ...]] = (
 )
 
 
-def register(
-    app: typer.Typer, name: str, function: Callable[..., None], *, panel: str | None = None
-) -> None:
-    """Add ``function`` to ``app`` as the command ``name``."""
+def build(name: str, function: Callable[..., None], *, panel: str | None = None) -> Any:
+    """Return ``function`` as the parser's command ``name``."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     hints = typing.get_type_hints(function, include_extras=True)
     parameters = list(inspect.signature(function).parameters.values())[1:]  # without `out`
 
@@ -81,6 +81,7 @@ def register(
         run_name = values.get("run")
         out.run = run_name if isinstance(run_name, str) else None
         with guard(out):
+            _require_run_names(run_name)
             function(out, **values)
 
     signature = [
@@ -103,6 +104,29 @@ def register(
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in signature}
     run.__doc__ = function.__doc__
     app.command(name, rich_help_panel=panel)(run)
+    return typer.main.get_command(app)
+
+
+def _require_run_names(value: object) -> None:
+    """Check the names that somebody typed before anything is made or asked for.
+
+    Raises:
+        UsageError: If one is no run name.
+    """
+    from shardcast.protocol.documents import check_run
+
+    for name in [value] if isinstance(value, str) else value if isinstance(value, list) else []:
+        try:
+            check_run(name)
+        except MalformedError as error:
+            raise UsageError(error.message) from error
+
+
+def _path(text: str | Path) -> Path:
+    """Return a path option's value; an empty one is a variable that was not set."""
+    if text == "":
+        raise typer.BadParameter("an empty path")
+    return Path(text)
 
 
 def _with_environment(annotation: Any, parameter: str, command: str) -> Any:
@@ -113,9 +137,13 @@ def _with_environment(annotation: Any, parameter: str, command: str) -> Any:
     named = [
         _named(info, parameter, command, flag=base is bool)
         if isinstance(info, OptionInfo)
-        else info
+        else copy.copy(info)
         for info in rest
     ]
+    if Path in (base, *typing.get_args(base)) or base == list[Path] | None:
+        for info in named:
+            if isinstance(info, ParameterInfo):
+                info.parser = _path
     return Annotated[(base, *named)]
 
 

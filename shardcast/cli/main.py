@@ -1,4 +1,4 @@
-"""The ``shardcast`` command: which commands there are. Everything heavy is imported by them."""
+"""The ``shardcast`` command: which commands there are. Only the one that is asked for is imported."""
 
 from __future__ import annotations
 
@@ -6,28 +6,37 @@ from typing import Annotated, Final
 
 import typer
 
-from shardcast.cli import (
-    demo,
-    export,
-    follow,
-    gc,
-    hold,
-    inspect,
-    keygen,
-    publish,
-    pull,
-    relay,
-    status,
-    verify,
-    withdraw,
-)
-from shardcast.cli.command import register
+from shardcast.cli.commands import CommandGroup
 
 FIRST: Final = "Try it"
 PUBLISHING: Final = "Publishing"
 SERVING: Final = "Serving"
 PULLING: Final = "Pulling"
 LOOKING: Final = "Looking and tidying"
+
+COMMANDS: Final = {
+    "demo": FIRST,
+    "keygen": PUBLISHING,
+    "publish": PUBLISHING,
+    "withdraw": PUBLISHING,
+    "hold": PUBLISHING,
+    "relay": SERVING,
+    "export": SERVING,
+    "pull": PULLING,
+    "follow": PULLING,
+    "status": LOOKING,
+    "inspect": LOOKING,
+    "verify": LOOKING,
+    "gc": LOOKING,
+}
+"""The panel of the help by command; ``shardcast.cli.{name}.{name}`` is the command's function."""
+
+
+class Commands(CommandGroup):
+    """The commands of ``shardcast``."""
+
+    panels = COMMANDS
+
 
 app = typer.Typer(
     name="shardcast",
@@ -37,7 +46,7 @@ app = typer.Typer(
         "SHARDCAST_RELAY_STORE) or from a TOML file (--config). Sizes are written 500MB, 200GB or "
         "16GiB, times 90s, 30m, 2h or 7d."
     ),
-    no_args_is_help=True,
+    cls=Commands,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -62,21 +71,6 @@ def root(
     ] = False,
 ) -> None:
     """A CDN for model weights: publish once, relay through a tree, pull verified shards."""
-
-
-register(app, "demo", demo.demo, panel=FIRST)
-register(app, "keygen", keygen.keygen, panel=PUBLISHING)
-register(app, "publish", publish.publish, panel=PUBLISHING)
-register(app, "withdraw", withdraw.withdraw, panel=PUBLISHING)
-register(app, "hold", hold.hold, panel=PUBLISHING)
-register(app, "relay", relay.relay, panel=SERVING)
-register(app, "export", export.export, panel=SERVING)
-register(app, "pull", pull.pull, panel=PULLING)
-register(app, "follow", follow.follow, panel=PULLING)
-register(app, "status", status.status, panel=LOOKING)
-register(app, "inspect", inspect.inspect, panel=LOOKING)
-register(app, "verify", verify.verify, panel=LOOKING)
-register(app, "gc", gc.gc, panel=LOOKING)
 
 
 def main() -> None:

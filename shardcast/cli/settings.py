@@ -8,50 +8,62 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import typer
 
-from shardcast.cli.output import Output
 from shardcast.errors import MalformedError, NotFoundError, UsageError
 
 _NOT_IN_A_FILE: Final = frozenset({"config", "help", "version", "json", "verbose", "quiet"})
 _ALLOWED_ANYWAY: Final = frozenset({("pull", "version")})
 
-Options = Mapping[str, tuple[str, bool]]
-"""Long option name without dashes -> (parameter name, may be repeated)."""
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """An option that a file may set."""
+
+    parameter: str
+    repeated: bool
+    flag: bool
+
+
+Options = Mapping[str, Known]
+"""By long option name without dashes."""
 
 
 def apply_config(context: typer.Context, path: Path | None) -> Path | None:
     """Make the file's options the defaults of the command that is being parsed.
 
     The command line and the environment stay above them.
+
+    Raises:
+        NotFoundError, MalformedError, UsageError: As ``read_config``.
     """
-    from shardcast.cli.guard import guard
-
     if path is not None and not context.resilient_parsing:
-        import sys
-
-        with guard(Output(json="--json" in sys.argv)):
-            root = context.find_root().command
-            commands: Mapping[str, Any] = getattr(root, "commands", {})
-            known = {name: known_options(command) for name, command in commands.items()}
-            table = read_config(path, known)
-            context.default_map = dict(table.get(context.info_name or "", {}))
+        root = context.find_root()
+        group: Any = root.command
+        known = {
+            name: known_options(group.get_command(root, name)) for name in group.list_commands(root)
+        }
+        table = read_config(path, known)
+        context.default_map = dict(table.get(context.info_name or "", {}))
     return path
 
 
 def known_options(command: Any) -> Options:
     """Return the options of a command that a file may set."""
-    found: dict[str, tuple[str, bool]] = {}
+    found: dict[str, Known] = {}
     for parameter in command.params:
         for option in parameter.opts:
             name = option.removeprefix("--")
             if not option.startswith("--"):
                 continue
             if name not in _NOT_IN_A_FILE or (command.name, name) in _ALLOWED_ANYWAY:
-                found[name] = (parameter.name, bool(parameter.multiple))
+                found[name] = Known(
+                    parameter.name, bool(parameter.multiple), bool(parameter.is_flag)
+                )
     return found
 
 
@@ -63,12 +75,7 @@ def read_config(path: Path, known: Mapping[str, Options]) -> dict[str, dict[str,
         MalformedError: If it is not TOML.
         UsageError: If it names a command or option that does not exist, or a value cannot be one.
     """
-    try:
-        document = tomllib.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        raise NotFoundError(f"no configuration file {path}", source=str(path)) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise MalformedError(f"configuration file {path}: {error}", source=str(path)) from error
+    document = _parse(path)
     values: dict[str, dict[str, object]] = {name: {} for name in known}
     for key, value in document.items():
         if isinstance(value, dict):
@@ -90,14 +97,34 @@ def read_config(path: Path, known: Mapping[str, Options]) -> dict[str, dict[str,
     return values
 
 
+def _parse(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise NotFoundError(f"no configuration file {path}", source=str(path)) from None
+    except OSError as error:
+        raise UsageError(
+            f"cannot read configuration file {path}: {error.strerror}", source=str(path)
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise MalformedError(f"configuration file {path}: {error}", source=str(path)) from error
+
+
 def _put(values: dict[str, object], options: Options, path: Path, key: str, value: object) -> None:
-    parameter, repeated = options[_name(key.rpartition(".")[2])]
+    option = options[_name(key.rpartition(".")[2])]
     items = value if isinstance(value, list) else [value]
     if not all(isinstance(item, str | int | float) for item in items):
         raise UsageError(f"{path}: {key} must be text, a number, true or false, or a list of text")
-    if isinstance(value, list) and not repeated:
+    if isinstance(value, list) and not option.repeated:
         raise UsageError(f"{path}: {key} takes one value, not a list")
-    values[parameter] = [str(item) for item in items] if repeated else value
+    if any(isinstance(item, bool) != option.flag for item in items):
+        wanted = "true or false" if option.flag else "text or a number, not true or false"
+        raise UsageError(f"{path}: {key} takes {wanted}")
+    if option.flag:
+        values[option.parameter] = value
+    else:  # as text, so that it is checked as on the command line
+        texts = [str(item) for item in items]
+        values[option.parameter] = texts if option.repeated else texts[0]
 
 
 def _name(key: str) -> str:
