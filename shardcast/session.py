@@ -311,8 +311,7 @@ class WorkerSession:
         self._scans.remember(number)
         if store.current() != number:
             store.switch_current(number)
-        with self._documents:
-            self._evict(number, busy)
+        self._evict(number, busy)
         return Path(os.path.abspath(store.version_directory(number)))
 
     def _evict(self, current: int, busy: frozenset[int]) -> None:
@@ -323,9 +322,17 @@ class WorkerSession:
         accepted = self.keeper.accepted
         withdrawn = accepted.head.withdrawn if accepted is not None else []
         stale = [n for n in store.staged() if n not in busy and (n < current or n in withdrawn)]
-        # A head that cannot be read is replaced by the next one; then this works again.
-        with suppress(MalformedError):
-            collect(store, [*over, *stale])
+        gone = [*over, *stale]
+        if not self._documents.acquire(blocking=False):
+            for n in gone:  # documents of another version are just coming: none is removed now
+                store.evict(n)
+            return
+        try:
+            # A head that cannot be read is replaced by the next one; then this works again.
+            with suppress(MalformedError):
+                collect(store, gone)
+        finally:
+            self._documents.release()
 
     async def _run_hook(self, hook: UpdateHook, ref: VersionRef, path: Path) -> None:
         variables = {
@@ -468,17 +475,17 @@ class _Ticker:
         self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
 
     def _run(self) -> None:
-        kind = EventKind.STARTED
-        while not self._stop.wait(PROGRESS_S if kind is EventKind.PROGRESS else 0):
-            self._tell(kind)
-            kind = EventKind.PROGRESS
+        while not self._stop.wait(PROGRESS_S):
+            self._tell(EventKind.PROGRESS)
 
     def __enter__(self) -> None:
+        self._tell(EventKind.STARTED)
         self._thread.start()
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
+        self._tell(EventKind.PROGRESS)
 
 
 def _add_fetched(tally: Tally, count: int) -> None:

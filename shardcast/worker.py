@@ -17,7 +17,7 @@ import queue
 import ssl
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -261,7 +261,7 @@ class Worker:
 
     # --- follow -----------------------------------------------------------------------------
 
-    async def follow(self) -> AsyncIterator[Update]:
+    async def follow(self) -> AsyncGenerator[Update, None]:
         """Yield each newer version once it is committed, until the caller stops.
 
         Failures are events, and are tried again. Of updates that the caller is too slow to take,
@@ -320,7 +320,7 @@ class Worker:
             return None
         return number, stored.version.manifest
 
-    def iterate(self) -> Iterator[Update]:
+    def iterate(self) -> Generator[Update, None, None]:
         """Yield each newer version once it is committed: ``follow`` for code without asyncio.
 
         Following goes on in a thread of its own while the caller works. Closing the iterator

@@ -128,7 +128,7 @@ class Following:
         self.task = asyncio.ensure_future(self._follow())
 
     async def _follow(self) -> None:
-        async with aclosing(self.worker.follow()) as updates:  # type: ignore[type-var]
+        async with aclosing(self.worker.follow()) as updates:
             async for update in updates:
                 self._updates.put_nowait(update)
 
@@ -447,7 +447,7 @@ async def test_of_updates_that_nobody_takes_only_the_newest_is_kept(
     for _ in range(100):  # after the commit nothing but the loop's own turns is left
         await asyncio.sleep(0)
     assert_is(await anext(updates), run, 3)
-    await updates.aclose()  # type: ignore[attr-defined]
+    await updates.aclose()
 
 
 def test_iterate_without_asyncio(
@@ -457,7 +457,7 @@ def test_iterate_without_asyncio(
     assert_is(next(updates), run, 1)
     run.publish({**files, "config.json": b"2"})
     assert_is(next(updates), run, 2)
-    updates.close()  # type: ignore[attr-defined]
+    updates.close()
     with RunStore(tmp_path / "out", "policy").lock():
         pass
 
