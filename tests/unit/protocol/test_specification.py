@@ -94,4 +94,4 @@ def test_every_test_that_threats_names_exists() -> None:
         *(ROOT / "tests").glob("contract/*.py"),
     ]
     text = "\n".join(path.read_text(encoding="utf-8") for path in sources)
-    assert named <= set(re.findall(r"^def (test_\w+)\(", text, re.MULTILINE))
+    assert named <= set(re.findall(r"^(?:async )?def (test_\w+)\(", text, re.MULTILINE))
