@@ -57,6 +57,12 @@ class Endpoint:
     prefix: str
 
 
+def without_password(url: str) -> str:
+    """Return a URL, or what was given as one, fit to be shown."""
+    _, at, rest = url.rpartition("@")
+    return f"...@{rest}" if at else url
+
+
 def parse_endpoint(url: str) -> Endpoint:
     """Take a base URL apart.
 
@@ -68,13 +74,15 @@ def parse_endpoint(url: str) -> Endpoint:
         port = parts.port
         host = parts.hostname
     except ValueError as error:
-        raise UsageError(f"not a URL: {url!r} ({error})") from error
+        raise UsageError(f"not a URL: {without_password(url)!r}") from error
     if parts.scheme not in ("http", "https") or not host:
-        raise UsageError(f"not an http or https URL: {url!r}")
+        raise UsageError(f"not an http or https URL: {without_password(url)!r}")
     if parts.query or parts.fragment or parts.username is not None:
-        raise UsageError(f"a source's URL has no user, query or fragment: {url!r}")
+        raise UsageError(
+            f"a source's URL has no user, query or fragment: {without_password(url)!r}"
+        )
     if not url.isascii() or any(c <= " " or c == "\x7f" for c in url):
-        raise UsageError(f"a source's URL is plain ASCII: {url!r}")
+        raise UsageError(f"a source's URL is plain ASCII: {without_password(url)!r}")
     tls = parts.scheme == "https"
     return Endpoint(
         url=url.rstrip("/"),

@@ -109,7 +109,7 @@ def export_run(
     """
     directory = out / "v1" / run.run
     blobs = directory / "blobs"
-    with disk_errors(blobs, "making"):
+    with disk_errors(blobs, "making the directory"):
         blobs.mkdir(parents=True, exist_ok=True)
     lock = FileLock(out / f".{run.run}.lock", what=f"export of run {run.run!r}")
     with lock, contextlib.ExitStack() as leases:

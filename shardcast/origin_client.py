@@ -18,6 +18,7 @@ from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
+from shardcast.connection import without_password
 from shardcast.errors import (
     IntegrityError,
     MalformedError,
@@ -319,10 +320,10 @@ def _check_url(url: str) -> SplitResult:
         parts = urlsplit(url)
         _ = parts.port
     except ValueError as error:
-        raise UsageError(f"not a URL: {url!r} ({error})", source=url) from error
+        raise UsageError(f"not a URL: {without_password(url)!r}") from error
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UsageError(f"not an http or https URL: {url!r}", source=url)
-    if parts.username or parts.password or parts.query or parts.fragment:
+        raise UsageError(f"not an http or https URL: {without_password(url)!r}")
+    if parts.username is not None or parts.query or parts.fragment:
         raise UsageError("give the URL without user, query or fragment", source=parts.hostname)
     if parts.scheme == "http" and not _is_loopback(parts.hostname):
         raise UsageError(

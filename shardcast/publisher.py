@@ -39,7 +39,13 @@ from shardcast.protocol.layout import (
     encode_part,
     split_parts,
 )
-from shardcast.protocol.limits import ONE_SHOT_EXPIRY_MS
+from shardcast.protocol.limits import (
+    MAX_BYTES,
+    MAX_METADATA_BYTES,
+    MAX_METADATA_ITEMS,
+    MAX_TEXT_CHARS,
+    ONE_SHOT_EXPIRY_MS,
+)
 from shardcast.protocol.manifest import Version, encode_manifest
 from shardcast.sources import Selection, require_unchanged, select_files
 from shardcast.store.files import (
@@ -89,6 +95,28 @@ class PublishOptions:
     durability: Durability = Durability.SYNC
     threads: int | None = None
     expiry_ms: int = ONE_SHOT_EXPIRY_MS
+
+    def __post_init__(self) -> None:
+        """Check what would otherwise be found out after everything was hashed.
+
+        Raises:
+            UsageError: Naming the option.
+        """
+        if self.step is not None and not 0 <= self.step <= MAX_BYTES:
+            raise UsageError(f"--step {self.step} is not from 0 to {MAX_BYTES}")
+        if self.lineage is not None and not 0 < len(self.lineage) <= MAX_TEXT_CHARS:
+            raise UsageError(f"--lineage has 1 to {MAX_TEXT_CHARS} characters")
+        texts = [text for item in self.metadata.items() for text in item]
+        try:
+            weight = len("".join(texts).encode())
+            (self.lineage or "").encode()
+        except UnicodeEncodeError:
+            raise UsageError("--metadata and --lineage must be text in UTF-8") from None
+        if weight > MAX_METADATA_BYTES or len(self.metadata) > MAX_METADATA_ITEMS:
+            raise UsageError(
+                f"--metadata: {len(self.metadata)} items of {weight} bytes; at most "
+                f"{MAX_METADATA_ITEMS} of {MAX_METADATA_BYTES} bytes in all"
+            )
 
 
 class PublishObserver(Protocol):
@@ -188,6 +216,7 @@ def publish_directory(
         DiskError: If the system refuses.
     """
     watch = observer or SilentObserver()
+    require_apart(options.source, run.root)
     with publishing(run, watch):
         selection = settled_selection(options)
         head = last_head(run, signers, now_ms())
@@ -202,6 +231,19 @@ def publish_directory(
         announce(run, succession.with_version(head, issue, ref, keep=options.keep), signers, issue)
         collected = _collect(run)
     return Published(run.run, ref, stored.directory, selection, 0, method, collected)
+
+
+def require_apart(checkpoint: Path, store: Path) -> None:
+    """Check that a store does not lie within the checkpoint, where it would publish itself.
+
+    Raises:
+        UsageError: If it does.
+    """
+    if store.resolve().is_relative_to(checkpoint.resolve()):
+        raise UsageError(
+            f"the store {store} lies within the checkpoint {checkpoint}: choose another --store",
+            source=str(store),
+        )
 
 
 @contextlib.contextmanager

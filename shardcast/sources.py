@@ -45,6 +45,9 @@ _HOUSEKEEPING: Final = (
     "*/.DS_Store",
 )
 
+_PRIVATE: Final = ("*.key", "*.key.rotation", "*.pem", "id_rsa", "id_ed25519", ".env", ".netrc")
+"""Names of files that hold secrets: `shardcast keygen` writes into the working directory."""
+
 _PICKLE_SUFFIXES: Final = frozenset({".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib"})
 _TORCH_ZIP: Final = b"PK\x03\x04"
 
@@ -97,7 +100,8 @@ def select_files(
 
     Symbolic links are followed, to files and to directories. Globs are matched against the whole
     relative path and against the last component; ``exclude`` wins over ``include``, which wins
-    over what is left out by default (optimizer, scheduler and RNG state, pickles, caches).
+    over what is left out by default (optimizer, scheduler and RNG state, pickles, caches, private
+    keys). An excluded directory is not looked into.
 
     Raises:
         UsageError: If there is no directory, a link is broken or loops, or nothing is left.
@@ -110,9 +114,13 @@ def select_files(
         raise UsageError(f"checkpoint {root} {what}", source=str(root))
     files: list[SourceFile] = []
     left_out: list[LeftOut] = []
-    for path, location in _walk(root, "", ()):
+    for path, location in _walk(root, "", (), exclude):
+        reason = _reason_by_name(path, include, exclude)
+        if reason is not None and not location.is_file():  # a broken link may be left out
+            left_out.append(LeftOut(path, 0, reason))
+            continue
         info = _stat(location)
-        reason = _reason(path, location, info, include, exclude)
+        reason = reason or _reason(path, location, info, include)
         if reason is not None:
             left_out.append(LeftOut(path, info.st_size, reason))
             continue
@@ -130,7 +138,7 @@ def select_files(
 
 
 def _walk(
-    directory: Path, prefix: str, above: tuple[tuple[int, int], ...]
+    directory: Path, prefix: str, above: tuple[tuple[int, int], ...], exclude: Sequence[str]
 ) -> Iterator[tuple[str, Path]]:
     with disk_errors(directory, "listing"):
         info = directory.stat()
@@ -141,31 +149,23 @@ def _walk(
     for entry in entries:
         path = f"{prefix}{entry.name}"
         location = Path(entry.path)
-        if entry.is_symlink() and not location.exists():
-            raise UsageError(
-                f"symbolic link {location} points to {os.readlink(location)}, which is not there",
-                source=str(location),
-            )
-        if entry.is_dir():
-            yield from _walk(location, path + "/", (*above, identity))
+        if entry.is_dir() and not _matches(path, exclude):
+            yield from _walk(location, path + "/", (*above, identity), exclude)
         else:
             yield path, location
 
 
 def _stat(location: Path) -> os.stat_result:
+    if location.is_symlink() and not location.exists():
+        raise UsageError(
+            f"symbolic link {location} points to {os.readlink(location)}, which is not there",
+            source=str(location),
+        )
     with disk_errors(location, "reading"):
         return location.stat()
 
 
-def _reason(
-    path: str,
-    location: Path,
-    info: os.stat_result,
-    include: Sequence[str],
-    exclude: Sequence[str],
-) -> str | None:
-    if not stat.S_ISREG(info.st_mode):
-        return "not a regular file"
+def _reason_by_name(path: str, include: Sequence[str], exclude: Sequence[str]) -> str | None:
     if _matches(path, exclude):
         return "excluded"
     if _matches(path, include):
@@ -174,6 +174,16 @@ def _reason(
         return "optimizer, scheduler or RNG state"
     if _matches(path, _HOUSEKEEPING):
         return "cache or temporary file"
+    if _matches(path, _PRIVATE):
+        return "may hold a secret"
+    return None
+
+
+def _reason(path: str, location: Path, info: os.stat_result, include: Sequence[str]) -> str | None:
+    if not stat.S_ISREG(info.st_mode):
+        return "not a regular file"
+    if _matches(path, include):
+        return None
     return "pickle" if _is_pickle(location) else None
 
 

@@ -44,9 +44,9 @@ def gc(
 def _collect(run: RunStore, *, dry_run: bool) -> Collected | None:
     from shardcast.store.retention import collect, unreachable_versions
 
+    if run.read_head() is None:
+        return None
     with run.lock("publish", what=f"publishing to run {run.run!r}"):
-        if run.read_head() is None:
-            return None
         return collect(run, unreachable_versions(run), dry_run=dry_run)
 
 

@@ -105,12 +105,18 @@ def open_store(path: Path | None) -> Store:
 
     Raises:
         NotFoundError: If it is not there.
+        UsageError: If it is the directory of one run, such as a worker's.
     """
-    from shardcast.store.store import Store
+    from shardcast.store.store import Store, is_run_directory
 
     root = path if path is not None else default_store()
     if not root.is_dir():
         raise NotFoundError(f"no store {root}; `shardcast publish` makes one", source=str(root))
+    if is_run_directory(root):
+        raise UsageError(
+            f"{root} is the directory of one run, not a store: a store is the directory above",
+            source=str(root),
+        )
     return Store(root)
 
 
@@ -149,22 +155,28 @@ def load_signers(path: Path | None, now_ms: int) -> tuple[Ed25519Signer, ...]:
 
 
 def load_token(path: Path | None) -> str:
-    """Return the publish token: from the file, else from SHARDCAST_TOKEN.
+    """Return the publish token: the first line of the file, else of SHARDCAST_TOKEN.
 
     Raises:
-        UsageError: If there is none, or it cannot be read.
+        UsageError: If there is none, it cannot be read, or it is no token.
     """
     import os
 
     if path is None:
-        token = os.environ.get("SHARDCAST_TOKEN", "").strip()
-        if not token:
+        where, text = "SHARDCAST_TOKEN", os.environ.get("SHARDCAST_TOKEN", "")
+        if not text.strip():
             raise UsageError("--to needs --token-file FILE, or SHARDCAST_TOKEN in the environment")
-        return token
-    try:
-        token = path.read_text("utf-8").split("\n", 1)[0].strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read token file {path}: {error}", source=str(path)) from error
+    else:
+        where = f"token file {path}"
+        try:
+            text = path.read_text("utf-8")
+        except OSError as error:
+            raise UsageError(f"cannot read {where}: {error.strerror}", source=str(path)) from error
+        except UnicodeDecodeError:
+            raise UsageError(f"{where} is not text", source=str(path)) from None
+    token = text.strip().split("\n", 1)[0].strip()
     if not token:
-        raise UsageError(f"token file {path} is empty", source=str(path))
+        raise UsageError(f"{where} is empty", source=str(path))
+    if any(not "!" <= character <= "~" for character in token):
+        raise UsageError(f"the token in {where} is not plain ASCII without spaces")
     return token

@@ -19,6 +19,11 @@ from shardcast.errors import ShardcastError
 EVENT_MEMBERS: Final = ("run", "version", "step", "manifest", "path", "bytes_fetched")
 """Members that every event about a version has; null where it says nothing about one."""
 
+_CONTROL: Final = {
+    code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"
+}
+"""What others wrote (a relay, a publisher, a file's name) must not steer the terminal."""
+
 
 def unix_ms() -> int:
     """Return this machine's clock in Unix milliseconds."""
@@ -92,6 +97,8 @@ class Output:
         self._write(sys.stderr, f"error: {error}")
 
     def _write(self, stream: TextIO, line: str) -> None:
+        encoding = stream.encoding or "utf-8"
+        line = line.translate(_CONTROL).encode(encoding, "backslashreplace").decode(encoding)
         with self._lock:
             stream.write(line + "\n")
             stream.flush()

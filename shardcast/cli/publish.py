@@ -137,7 +137,7 @@ def publish(
 
     Without options: run `default`, store and key in the XDG directories, made where missing.
     """
-    from shardcast.publisher import PublishOptions, publish_directory
+    from shardcast.publisher import PublishOptions, publish_directory, require_apart
     from shardcast.store.stored import Durability
 
     if to is not None and store is not None:
@@ -156,6 +156,8 @@ def publish(
         durability=Durability(durability.value),
     )
     _require_checkpoint(options)
+    if to is None:
+        require_apart(checkpoint, store or default_store())
     token = load_token(token_file) if to is not None else ""
     signers = _signers(out, key, rotate_to)
     with meters(out) as shown:
@@ -294,7 +296,7 @@ def _show(out: Output, published: Published, watch: Watch) -> None:
         version=ref.version,
         step=ref.step,
         manifest=ref.manifest,
-        path=None if published.path is None else str(published.path),
+        path=None if published.path is None else str(published.path.absolute()),
         bytes=ref.bytes,
         bytes_uploaded=published.uploaded_bytes,
         method=published.method,

@@ -57,13 +57,16 @@ def choose_evictions(
     return tuple(reversed(evict))
 
 
-def referenced_documents(run: RunStore) -> set[str]:
-    """Return the digests that the head or a version on disk names, as far as documents are here."""
+def referenced_documents(run: RunStore, *, without: Collection[int] = ()) -> set[str]:
+    """Return the digests that the head or a version on disk names, as far as documents are here.
+
+    Versions ``without`` are taken as gone from the disk.
+    """
     named: set[str] = set()
     data = run.read_head()
     if data is not None:
         named |= _named_by_head(run, data)
-    for number in {*run.committed(), *run.staged()}:
+    for number in {*run.committed(), *run.staged()}.difference(without):
         stored = run.stored(number)
         if stored is not None:
             named.update(stored.version.documents)
@@ -130,7 +133,7 @@ def collect(run: RunStore, evict: Iterable[int], *, dry_run: bool = False) -> Co
             freed += size
         else:
             busy.append(number)
-    named = referenced_documents(run)
+    named = referenced_documents(run, without=gone)
     blobs = [digest for digest in run.blobs() if digest not in named]
     for digest in blobs:
         try:

@@ -160,7 +160,7 @@ class RunStore:
     def temporary(self, name: str) -> Path:
         """Return a fresh path under ``state/tmp`` to fill and then keep."""
         directory = self.root / "state" / "tmp"
-        with disk_errors(directory, "making"):
+        with disk_errors(directory, "making the directory"):
             directory.mkdir(parents=True, exist_ok=True)
         return directory / f"{name}.{os.getpid()}.{next(_unique)}"
 

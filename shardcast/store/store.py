@@ -27,12 +27,12 @@ class Store:
         self._runs: dict[str, RunStore] = {}
 
     def runs(self) -> list[str]:
-        """Return the names of the runs that are here, sorted."""
+        """Return the names of the runs that are here, sorted; other directories are passed over."""
         found = []
         with disk_errors(self.root, "listing"), contextlib.suppress(FileNotFoundError):
             for entry in os.scandir(self.root):
                 with contextlib.suppress(MalformedError):
-                    if entry.is_dir():
+                    if entry.name in self._runs or is_run_directory(Path(entry.path)):
                         found.append(check_run(entry.name))
         return sorted(found)
 
@@ -47,13 +47,13 @@ class Store:
             run = self._runs.get(name)
             if run is None:
                 run = RunStore(self.root / check_run(name), name)
-            if not create and not run.root.is_dir():
+            if not create and name not in self._runs and not is_run_directory(run.root):
                 known = ", ".join(self.runs()) or "none"
                 raise NotFoundError(
                     f"run {name!r} is not in this store (runs here: {known})", source=str(self.root)
                 )
             if create:
-                with disk_errors(run.root, "making"):
+                with disk_errors(run.root, "making the directory"):
                     run.root.mkdir(parents=True, exist_ok=True)
             self._runs[name] = run
             return run
@@ -78,3 +78,8 @@ class Store:
             for run in self._runs.values():
                 run.close()
             self._runs.clear()
+
+
+def is_run_directory(path: Path) -> bool:
+    """Say whether a directory holds a run: a head, or the state of a version that is on its way."""
+    return (path / "head.json").is_file() or (path / "state").is_dir()

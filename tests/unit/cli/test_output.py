@@ -84,3 +84,13 @@ def test_a_table_aligns_numbers_right_and_text_left_and_cuts_nothing() -> None:
 
 def test_a_table_without_rows_is_its_titles() -> None:
     assert table(("name", "bytes"), []) == "NAME  BYTES"
+
+
+def test_what_others_wrote_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    Output().result("a\x1b[2Jb\rc\x9bd\te\nf")
+    assert capsys.readouterr().out == "a\\x1b[2Jb\\x0dc\\x9bd\te\nf\n"
+
+
+def test_a_name_that_is_no_text_is_shown_escaped(capsys: pytest.CaptureFixture[str]) -> None:
+    Output().result("caf\udce9")
+    assert capsys.readouterr().out == "caf\\udce9\n"

@@ -324,7 +324,7 @@ def test_gc_frees_what_no_head_reaches(cli: Cli, store: Path, checkpoint: Path) 
 
 
 def test_gc_leaves_a_run_without_a_head_alone(cli: Cli, store: Path) -> None:
-    (store / "other").mkdir()
+    (store / "other" / "state").mkdir(parents=True)
     ran = cli("gc", "--store", store)
     assert ran.code == 0
     assert "other: no head" in ran.stderr
@@ -418,3 +418,128 @@ def test_inspect_fails_by_what_is_wrong(cli: Cli, static: str, tmp_path: Path) -
     assert cli("inspect", "policy", "--from", "nonsense").code == 2
     (tmp_path / "www/v1/policy/head").write_bytes(b"{}")
     assert cli("inspect", "policy", "--from", static).code == 10
+
+
+# --- what could go wrong before anything is done ----------------------------------------------
+
+
+@pytest.mark.parametrize("below", [".", "store", "sub/store"])
+def test_a_store_within_the_checkpoint_is_refused_before_anything_is_made(
+    cli: Cli, tmp_path: Path, checkpoint: Path, below: str
+) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    ran = cli("publish", checkpoint, "--store", checkpoint / below, "--json")
+    assert (ran.code, ran.event("error")["code"]) == (2, "usage")
+    assert "lies within the checkpoint" in ran.stderr
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--step", 2**53 + 1),
+        ("--lineage", ""),
+        ("--lineage", "x" * 257),
+        ("--lineage", "\udcff"),
+        ("--metadata", "k=" + "v" * 70_000),
+        ("--metadata", "k=\udcff"),
+    ],
+)
+def test_what_no_layout_can_hold_is_a_usage_error_before_anything_is_made(
+    cli: Cli, tmp_path: Path, checkpoint: Path, option: str, value: object
+) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    ran = cli("publish", checkpoint, option, value, "--json")
+    assert (ran.code, ran.event("error")["code"]) == (2, "usage")
+    assert option in ran.stderr
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_path_in_an_event_does_not_depend_on_the_working_directory(
+    cli: Cli, tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ran = cli("publish", checkpoint, "--store", "s", "--json")
+    assert ran.event("published")["path"] == str(tmp_path / "s/default/versions/000001")
+
+
+@pytest.mark.parametrize("token", ["very-secret\nX-Injected: y", "very secret", "very-sécret"])
+def test_a_token_that_cannot_be_one_is_refused_and_not_shown(
+    cli: Cli, tmp_path: Path, checkpoint: Path, token: str
+) -> None:
+    arguments = ("publish", checkpoint, "--to", "http://127.0.0.1:9", "--json", "--verbose")
+    file = tmp_path / "token"
+    file.write_text(token.replace("\n", " "))
+    for ran in (
+        cli(*arguments, "--token-file", file),
+        cli(*arguments, env={"SHARDCAST_TOKEN": token.replace("\n", "\r")}),
+    ):
+        assert (ran.code, ran.event("error")["code"]) == (2, "usage")
+        assert "very" not in ran.stdout + ran.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["publish", "CKPT", "--to", "URL"],
+        ["relay", "--parent", "URL", "--trust-on-first-use"],
+        ["pull", "r", "--from", "URL", "--out", "OUT", "--trust-on-first-use"],
+        ["inspect", "r", "--from", "URL"],
+        ["status", "URL"],
+    ],
+    ids=lambda words: words[0],
+)
+@pytest.mark.parametrize(
+    "url", ["http://u:very-secret@h", "http://u:very-secret@h:x", "u:very-secret@h"]
+)
+def test_a_password_in_a_url_is_refused_and_not_shown(
+    cli: Cli, tmp_path: Path, checkpoint: Path, arguments: list[str], url: str
+) -> None:
+    words = {"CKPT": str(checkpoint), "URL": url, "OUT": str(tmp_path / "out")}
+    ran = cli(
+        *(words.get(word, word) for word in arguments), "--json", "--verbose",
+        env={"SHARDCAST_TOKEN": "0123456789abcdef"},
+    )  # fmt: skip
+    assert (ran.code, ran.event("error")["code"]) == (2, "usage")
+    assert "very-secret" not in ran.stdout + ran.stderr
+
+
+# --- directories that are no store ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [["gc"], ["hold", "sub"], ["export", "sub", "--out", "e"]])
+def test_a_directory_that_is_no_store_is_left_as_it_is(
+    cli: Cli, tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    assert cli("keygen", "--out", tmp_path / "xdg_config_home" / "shardcast").code == 0
+    before = sorted(tmp_path.rglob("*"))
+    cli(*arguments, "--store", checkpoint)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_directory_of_one_run_is_not_taken_for_a_store(cli: Cli, store: Path) -> None:
+    before = sorted(store.rglob("*"))
+    for arguments in (["gc"], ["hold", "blobs"], ["export", "versions", "--out", "e"]):
+        ran = cli(*arguments, "--store", store / "policy", "--json")
+        assert (ran.code, ran.event("error")["code"]) == (2, "usage")
+        assert "directory above" in ran.stderr
+    assert sorted(store.rglob("*")) == before
+
+
+def test_a_dry_run_counts_the_documents_of_what_it_would_remove(
+    cli: Cli, tmp_path: Path, checkpoint: Path
+) -> None:
+    store = tmp_path / "s"
+    for _ in range(2):
+        assert cli("publish", checkpoint, "--store", store).code == 0
+    head = (store / "default" / "head.json").read_bytes()
+    assert cli("publish", checkpoint, "--store", store, "--keep", 4).code == 0
+    (store / "default" / "head.json").write_bytes(head)  # version 3 is reached by nothing now
+    would = cli("gc", "--store", store, "--dry-run", "--json").event("evicted")
+    did = cli("gc", "--store", store, "--json").event("evicted")
+    assert (would["versions"], would["blobs"], would["bytes"]) == (
+        did["versions"], did["blobs"], did["bytes"],
+    )  # fmt: skip
+    assert did["blobs"] == 3

@@ -133,3 +133,20 @@ def test_a_directory_that_is_missing_or_empty_is_named(tmp_path: Path) -> None:
         select_files(tmp_path)
     with pytest.raises(UsageError, match="is not a directory"):
         select_files(tmp_path / "optimizer.pt")
+
+
+def test_files_that_may_hold_a_secret_are_left_out(tmp_path: Path) -> None:
+    make(tmp_path, "a.json", "shardcast.key", "new.key.rotation", "sub/tls.pem", ".env")
+    make(tmp_path, "shardcast.pub")
+    assert names(tmp_path) == ["a.json", "shardcast.pub"]
+    assert names(tmp_path, include=["tls.pem"]) == ["a.json", "shardcast.pub", "sub/tls.pem"]
+
+
+def test_what_is_left_out_may_be_broken_or_loop(tmp_path: Path) -> None:
+    make(tmp_path, "a.json", "old/b.json")
+    (tmp_path / "gone.json").symlink_to("nowhere")
+    (tmp_path / "optimizer.pt").symlink_to("nowhere")
+    (tmp_path / "again").symlink_to(tmp_path)
+    found = select_files(tmp_path, exclude=["gone.json", "again", "old"])
+    assert [file.path for file in found.files] == ["a.json"]
+    assert {file.path for file in found.left_out} == {"again", "gone.json", "old", "optimizer.pt"}
