@@ -49,7 +49,8 @@ class Limits:
         max_documents: Uploaded documents held in memory at once, each up to 16 MiB.
         max_pending: Versions being uploaded at once, in one run.
         pending_timeout_s: An upload that nobody continues for so long is forgotten.
-        fill_threads: Blobs fetched at once, each with a thread and an I/O buffer.
+        fill_threads: Blobs fetched from parents at once, each with a thread and an I/O buffer; as
+            many again from siblings.
         prefetch_fills: Of these, how many prefetching may take: demand comes first.
         max_fills: Blobs being fetched or waiting for a thread; more requests are answered 503.
         fill_deadline_s: A fill that got nothing from any source for so long fails: sooner than its

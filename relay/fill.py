@@ -103,6 +103,11 @@ class Choice:
 class Route(Protocol):
     """The order in which one fill tries its sources. Called from the fill's thread."""
 
+    @property
+    def lateral(self) -> bool:
+        """Whether it begins at a sibling."""
+        ...
+
     def next(self, received: int) -> Choice | float | None:
         """Return a source, or seconds to wait before asking again, or None: give up.
 
@@ -354,7 +359,11 @@ def _as_network(error: NetworkError | LimitError) -> NetworkError:
 
 
 class Fills:
-    """All fills of a relay: single flight by run and digest."""
+    """All fills of a relay: single flight by run and digest.
+
+    Fills that wait for a sibling have threads of their own. Otherwise two siblings could have all
+    their threads wait for blobs of each other that wait for a thread.
+    """
 
     def __init__(
         self,
@@ -369,7 +378,8 @@ class Fills:
         self._metrics = metrics
         self._clock = clock
         self._most = most
-        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="fill")
+        self._direct = ThreadPoolExecutor(threads, thread_name_prefix="fill")
+        self._lateral = ThreadPoolExecutor(threads, thread_name_prefix="fill-lateral")
         self._open: dict[tuple[str, str], Fill] = {}
 
     def get(self, run: str, digest: str) -> Fill | None:
@@ -391,7 +401,8 @@ class Fills:
         key = (target.run, target.digest)
         self._open[key] = fill
         self._metrics.open_fills.set(len(self._open))
-        future = self._loop.run_in_executor(self._executor, run_fill, fill, route, self._metrics)
+        executor = self._lateral if route.lateral else self._direct
+        future = self._loop.run_in_executor(executor, run_fill, fill, route, self._metrics)
         future.add_done_callback(lambda done: self._ended(key, fill, done))
         return fill
 
@@ -423,7 +434,8 @@ class Fills:
         """Cancel everything and wait for the threads."""
         for fill in self.open():
             fill.cancel.cancel()
-        self._executor.shutdown(wait=True, cancel_futures=True)
+        self._lateral.shutdown(wait=True, cancel_futures=True)
+        self._direct.shutdown(wait=True, cancel_futures=True)
 
 
 def status_of(error: ShardcastError | None) -> int | None:

@@ -30,6 +30,12 @@ log = logging.getLogger("relay.parents")
 ROUNDS: Final = 6
 """How often one fill asks all its sources before it fails."""
 PAUSE_CAP_S: Final = 3.0
+OWNER_PATIENCE_S: Final = 1.5
+"""How long a fill waits for an owner that lives but does not know the blob yet: siblings hear of
+a run or version at different moments, and an owner looks for unknown ones once a second."""
+OWNER_PAUSE_S: Final = 0.15
+OWNER_IGNORANT_S: Final = 10.0
+"""An owner that did not learn of a blob within that is not asked for so long, for that run."""
 
 
 class Parents:
@@ -143,6 +149,7 @@ class Sources:
         urls = siblings.urls if siblings is not None else []
         self.lateral = {url: BlobSource(url, brisk, headers=aside) for url in urls}
         self._selectors: dict[str, Selector[str]] = {}
+        self._ignorant: dict[tuple[str, str], float] = {}
 
     def selector(self, run: str) -> Selector[str]:
         """Return what is believed of the parents and siblings for one run."""
@@ -165,7 +172,14 @@ class Sources:
         owner = None
         if self.siblings is not None and not document and not for_sibling:
             owner = self.siblings.owner(digest)
-        return SourceRoute(self, self.selector(run), owner, aside=not for_sibling)
+            if owner is not None and self._ignorant.get((run, owner), 0.0) > self.clock():
+                owner = None
+        return SourceRoute(self, run, owner, aside=not for_sibling)
+
+    def ignorant(self, run: str, owner: str) -> None:
+        """Note that a sibling does not follow a run: it is not asked for it for a while."""
+        log.info("run %s: sibling %s does not know what it owns: not asked for now", run, owner)
+        self._ignorant[run, owner] = self.clock() + OWNER_IGNORANT_S
 
     def rate(self, url: str) -> float | None:
         """Return the best known bandwidth of a parent, bytes per second."""
@@ -179,14 +193,20 @@ class Sources:
 
 
 class SourceRoute:
-    """The route of one fill: the owner among the siblings, then parents, round after round."""
+    """The route of one fill: the owner among the siblings, then parents, round after round.
 
-    def __init__(
-        self, sources: Sources, selector: Selector[str], owner: str | None, *, aside: bool
-    ) -> None:
+    Attributes:
+        lateral: Whether it begins at a sibling.
+    """
+
+    def __init__(self, sources: Sources, run: str, owner: str | None, *, aside: bool) -> None:
+        self.lateral = owner is not None
         self._sources = sources
-        self._selector = selector
+        self._run = run
+        self._selector = sources.selector(run)
         self._owner = owner
+        self._owner_until = float("inf")
+        self._owner_pause = False
         self._aside = aside
         self._tried: set[str] = set()
         self._rounds = 0
@@ -200,6 +220,9 @@ class SourceRoute:
             self._rounds, self._started = 0, sources.clock()
         self._received = received
         if self._owner is not None:
+            if self._owner_pause:
+                self._owner_pause = False
+                return sources.rng.uniform(OWNER_PAUSE_S / 2, OWNER_PAUSE_S)
             owner, self._owner = self._owner, None
             if not self._selector.rating(owner).banned:
                 self._selector.started(owner)
@@ -246,12 +269,23 @@ class SourceRoute:
         if isinstance(error, SourceStatusError) and error.status in (404, 429, 503):
             rest = 0.0 if error.status == 404 else min(error.retry_after or 0.2, PAUSE_CAP_S)
             self._selector.dropped(url, rest_s=0.0 if choice.lateral else rest)
+            if error.status == 404 and url in self._sources.lateral:
+                self._unknown_to(url)
             return
         self._selector.failed(url)
         if choice.lateral and self._sources.siblings is not None:
             self._sources.siblings.suspect(url)
         if isinstance(error, StallError):
             log.warning("%s is too slow or silent: %s", url, error)
+
+    def _unknown_to(self, owner: str) -> None:
+        """Ask the owner again in a moment: the parent would send the blob twice."""
+        now = self._sources.clock()
+        self._owner_until = min(self._owner_until, now + OWNER_PATIENCE_S)
+        if now < self._owner_until:
+            self._owner, self._owner_pause = owner, True
+        else:
+            self._sources.ignorant(self._run, owner)
 
     def wrong(self, choice: Choice, *, stitched: bool) -> None:
         """Ban who is certainly to blame."""

@@ -18,7 +18,7 @@ longer with each further one; a source that failed twice in a row is dead: it ge
 and no sooner than many other requests were served, so it costs under 1 % of them. Estimates heal
 with time. A banned source is asked only where no other source is alive, one request at a time
 and with the rests of a dead one: what it sends is verified anyway, and a flipped bit at the only
-source must not end a pull. Pure: clock and random numbers come from outside.
+source must not end a pull. If that one request gives good bytes, the ban is over. Pure: clock and random numbers come from outside.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ class _Source:
     rest_until: float = 0.0
     probe_at_pick: int = 0
     banned_until: float = 0.0
+    on_trial: bool = False  # the request in flight began while it was banned
 
     def banned(self, now: float) -> bool:
         return self.banned_until > now
@@ -188,7 +189,9 @@ class Selector(Generic[Key]):
     def started(self, key: Key) -> None:
         """A request to ``key`` begins."""
         with self._lock:
-            self._sources[key].in_flight += 1
+            source = self._sources[key]
+            source.in_flight += 1
+            source.on_trial = source.banned(self._clock())
             self._picks += 1
 
     def succeeded(self, key: Key, size: int, seconds: float, *, rate: bool = True) -> None:
@@ -208,6 +211,8 @@ class Selector(Generic[Key]):
             source.judged_at = now
             source.failures = 0
             source.rest_until = 0.0
+            if source.on_trial:
+                source.banned_until = now
             if rate and size >= RATED_BYTES and seconds > 0:
                 measured = size / seconds * max(source.in_flight, 1)
                 old = source.bandwidth

@@ -134,6 +134,18 @@ async def test_a_source_of_a_wrong_blob_is_left_alone(tmp_path: Path) -> None:
     assert bad.count(VERSION.shards) <= 4  # what was in flight when the first was found out
 
 
+async def test_one_flipped_bit_of_the_only_parent_costs_one_shard(tmp_path: Path) -> None:
+    version = make_version(1, {"model": noise(40 * SHARD)})
+    parent = ScriptedParent()
+    parent.serve(make_head(version), version)
+    bad = version.shards[5]
+    parent.script(bad, sends(b"x" + version.blobs[bad][1:]))
+    async with parent.running(), running(config(tmp_path / "r", parent.url)) as url:
+        async with asyncio.timeout(10):
+            await wait_ready(url)
+        assert parent.count(version.shards) == len(version.shards) + 1
+
+
 async def test_two_hundred_readers_cost_one_upstream_request(tmp_path: Path) -> None:
     async with tree(tmp_path) as (parent, url):
         pause = Pause(after=50_000)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from relay.config import Prefetch
 from shardcast.errors import UsageError
 from shardcast.protocol.digest import digest_of
 from tests.contract.made import RUN, SHARD, MadeVersion, make_head, make_version, noise, publish
-from tests.contract.relays import config, limits, running, wait_head, wait_ready
+from tests.contract.relays import QUICK, config, limits, running, wait_head, wait_ready
 from tests.contract.scripted import Pause, ScriptedParent
 from tests.contract.wire_client import Wire, eventually, http
 
@@ -414,6 +415,63 @@ async def test_a_request_of_a_sibling_is_never_passed_to_a_sibling(tmp_path: Pat
             for digest in version.shards:
                 statuses = [(await http(u, path_of(digest), headers=header)).status for u in urls]
                 assert sorted(statuses) == [200, 503], digest  # its owner alone fetches it
+            assert parent.count(version.shards) == len(version.shards)
+        finally:
+            await _leave(relays)
+
+
+async def test_siblings_never_wait_for_each_others_threads(tmp_path: Path) -> None:
+    """Both have as much to fetch from the other as they have threads, and more."""
+    version = make_version(1, {"model": noise(48 * SHARD)})
+    parent = ScriptedParent()
+    parent.serve(make_head(version), version)
+    async with parent.running():
+        relays, urls = await _siblings(
+            tmp_path, parent, 2, prefetch=Prefetch.DEMAND, limits=limits(fill_threads=2)
+        )
+        try:
+            await eventually(lambda: _all_live(urls, 2))
+            for url in urls:
+                await wait_head(url)
+                for digest in version.documents[::-1]:
+                    assert (await http(url, path_of(digest))).status == 200
+            async with asyncio.timeout(4):  # less than any timeout of theirs
+                orders = (version.shards, version.shards[::-1])
+                answers = await asyncio.gather(
+                    *(
+                        http(url, path_of(digest))
+                        for url, digests in zip(urls, orders, strict=True)
+                        for digest in digests
+                    )
+                )
+            assert {answer.status for answer in answers} == {200}
+            assert parent.count(version.shards) == len(version.shards)
+        finally:
+            await _leave(relays)
+
+
+async def test_siblings_that_hear_of_a_run_at_different_moments_share_it(tmp_path: Path) -> None:
+    version = make_version(1, {"model": noise(24 * SHARD)}, run="fresh")
+    parent = ScriptedParent()
+    slow = replace(QUICK, head_poll_s=60.0)  # only what a sibling asks for makes it look
+    async with parent.running():
+        ports = await _free_ports(2)
+        urls = [f"http://127.0.0.1:{port}" for port in ports]
+        relays = [
+            running(
+                config(
+                    tmp_path / url[-5:], parent.url, siblings=tuple(urls), listen=url[7:], net=net
+                )
+            )
+            for url, net in zip(urls, (QUICK, slow), strict=True)
+        ]
+        for relay in relays:
+            await relay.__aenter__()
+        try:
+            await eventually(lambda: _all_live(urls, 2))
+            parent.serve(make_head(version, run="fresh"), version, run="fresh")
+            for url in urls:
+                await wait_ready(url)
             assert parent.count(version.shards) == len(version.shards)
         finally:
             await _leave(relays)

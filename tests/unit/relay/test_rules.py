@@ -10,7 +10,7 @@ import pytest
 from relay.admission import Admission, TokenBucket
 from relay.config import Limits, RelayConfig, read_token, split_listen
 from relay.handlers import find_route
-from relay.parents import Parents, Sources
+from relay.parents import Parents, SourceRoute, Sources
 from relay.server import url_of
 from relay.siblings import Siblings, owner_of
 from shardcast.errors import MalformedError, NetworkError, SourceStatusError, UsageError
@@ -315,6 +315,69 @@ def test_a_banned_parent_is_not_waited_for(tmp_path: Path) -> None:
     assert other_run.next(0) is not None
     clock.now += 10_000
     assert found.route("policy", "1" * 64, document=False, for_sibling=False).next(0) is not None
+
+
+# --- the owner among siblings ---------------------------------------------------------------------
+
+
+def with_sibling(tmp_path: Path, clock: Clock) -> tuple[Sources, str]:
+    """A relay with one parent and one live sibling, and a blob that the sibling owns."""
+    parents = place(tmp_path, a=live(0))
+    me, other, url = "f" * 32, "a" * 32, "http://sibling"
+    siblings = Siblings([url], me, clock)
+    siblings.saw(url, other, live=True)
+    config = RelayConfig(store=Path("s"), parents=("http://a",), siblings=(url,))
+    digest = next(f"{n:064x}" for n in range(100) if owner_of(f"{n:064x}", [me, other]) == other)
+    return Sources(config, me, parents, siblings, rng=random.Random(1), clock=clock), digest
+
+
+def asked(route: SourceRoute, clock: Clock, error: SourceStatusError) -> list[str]:
+    """Play a route until it comes to the parent; everyone before answers with an error."""
+    urls = []
+    for _ in range(100):
+        choice = route.next(0)
+        assert choice is not None
+        if isinstance(choice, float):
+            clock.now += choice
+            continue
+        urls.append(choice.source.url)
+        if urls[-1] == "http://a":
+            return urls
+        route.failed(choice, error)
+    raise AssertionError("it never came to the parent")
+
+
+def test_an_owner_that_does_not_know_the_blob_yet_is_asked_again_for_a_moment(
+    tmp_path: Path,
+) -> None:
+    clock = Clock()
+    found, digest = with_sibling(tmp_path, clock)
+    began = clock.now
+    unknown = SourceStatusError("what?", status=404)
+    route = found.route("policy", digest, document=False, for_sibling=False)
+    assert route.lateral
+    assert asked(route, clock, unknown).count("http://sibling") > 5
+    assert 1.0 < clock.now - began < 2.0
+    # It had its chance: what comes after costs nothing, until it is asked again.
+    route = found.route("policy", digest, document=False, for_sibling=False)
+    assert not route.lateral
+    assert asked(route, clock, unknown) == ["http://a"]
+    assert found.route("other", digest, document=False, for_sibling=False).lateral
+    clock.now += 60
+    assert found.route("policy", digest, document=False, for_sibling=False).lateral
+
+
+def test_an_owner_that_is_busy_is_not_waited_for(tmp_path: Path) -> None:
+    clock = Clock()
+    found, digest = with_sibling(tmp_path, clock)
+    began = clock.now
+    route = found.route("policy", digest, document=False, for_sibling=False)
+    busy = SourceStatusError("busy", status=503)
+    assert asked(route, clock, busy) == ["http://sibling", "http://a"]
+    assert clock.now == began
+
+
+# --- bans ----------------------------------------------------------------------------------------
 
 
 def test_stitched_bytes_ban_nobody(tmp_path: Path) -> None:

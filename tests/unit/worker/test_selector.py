@@ -237,6 +237,26 @@ def test_a_banned_source_is_left_alone_while_another_lives() -> None:
     assert "bad" in {selector.pick() for _ in range(500)}
 
 
+def test_the_only_source_gets_its_ban_lifted_by_good_bytes() -> None:
+    selector, clock = make("a", limit=4)
+    for _ in range(3):
+        selector.started("a")
+    selector.failed("a")
+    selector.banned("a", 600)
+    selector.succeeded("a", MIB, 1.0)  # began before the ban: says nothing about it
+    selector.dropped("a")
+    assert selector.rating("a").banned
+    clock.now += 60
+    assert selector.pick() == "a"
+    selector.started("a")
+    assert selector.pick() is None  # one at a time
+    selector.succeeded("a", MIB, 1.0)
+    assert not selector.rating("a").banned
+    for _ in range(4):
+        assert selector.pick() == "a"
+        selector.started("a")
+
+
 def test_a_banned_source_is_better_than_none() -> None:
     selector, clock = make("bad")
     selector.started("bad")
