@@ -114,6 +114,7 @@ class Server:
             keepalive_timeout=limits.idle_timeout_s,
             lingering_time=_LINGER_S,
             read_bufsize=_READ_BYTES,
+            auto_decompress=False,  # bodies are what their digest says; nobody inflates here
         )
         self._kwargs = dict(self._web._kwargs)
         self._servers: list[asyncio.Server] = []

@@ -326,6 +326,19 @@ async def test_a_file_changed_on_disk_is_never_served(origin: Origin) -> None:
     assert b'"damaged":"version 1, a.safetensors' in status.body
 
 
+async def test_a_body_that_says_it_is_compressed_is_not_inflated(
+    origin: Origin, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Wire(origin.url) as wire:
+        await wire.send(
+            f"POST /v1/{RUN}/missing HTTP/1.1\r\nHost: x\r\nContent-Encoding: gzip\r\n"
+            "Content-Length: 5\r\n\r\nhello".encode()
+        )
+        assert (await wire.reader.readuntil(b"\r\n")).split()[1] == b"403"
+    assert (await http(origin.url, "/healthz")).status == 200
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 async def test_service_endpoints(origin: Origin) -> None:
     assert (await http(origin.url, "/healthz")).status == 200
     assert (await http(origin.url, "/readyz")).status == 200
