@@ -40,7 +40,7 @@ class OriginFeed:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._stamps: dict[str, _Stamp] = {}
-        self._told: dict[str, str] = {}
+        self._told: dict[str, object] = {}
         self._lock = asyncio.Lock()
 
     async def prepare(self) -> None:
@@ -94,7 +94,8 @@ class OriginFeed:
                 accepted = await asyncio.to_thread(self._read, run.store, run.trust)
             except ShardcastError as error:
                 # Asked again at the next poll: the key may be written a moment after the head.
-                self._tell(run.name, f"run {run.name}: head is not served: {error}")
+                text = f"run {run.name}: head is not served: {error}"
+                self._tell(run.name, text, (type(error).__name__, stamp))
                 run.problem = str(error)
                 return
             if accepted is None:
@@ -130,9 +131,17 @@ class OriginFeed:
             return None
         return trust.accept(state or local_trust(self._node, store), data, now_ms())
 
-    def _tell(self, name: str, text: str) -> None:
-        if self._told.get(name) != text:
-            self._told[name] = text
+    def _tell(self, name: str, text: str, what: object = None) -> None:
+        """Log what is wrong with a run once, however often it is looked at.
+
+        Args:
+            name: The run.
+            text: What to say.
+            what: What makes it another trouble; None: the text, where it holds no time.
+        """
+        what = text if what is None else what
+        if self._told.get(name) != what:
+            self._told[name] = what
             log.warning("%s", text)
 
 

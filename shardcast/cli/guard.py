@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from shardcast.errors import DiskError, ShardcastError
 EXIT_BUG: Final = 1
 EXIT_INTERRUPTED: Final = 130  # 128 + SIGINT
 EXIT_BROKEN_PIPE: Final = 141  # 128 + SIGPIPE
+EXIT_TERMINATED: Final = 143  # 128 + SIGTERM
 
 HINTS: Final = {
     "busy": "another process works on the same directory; wait for it, or stop it",
@@ -44,16 +46,19 @@ PULL_HINTS: Final = {
 def guard(out: Output) -> Iterator[None]:
     """Report whatever ends the body by an error, and turn it into the exit code.
 
+    SIGTERM ends the body as Ctrl-C does, so that it cleans up.
+
     Raises:
-        SystemExit: With the exit code of DESIGN's table, 130 when interrupted, 1 for a bug.
+        SystemExit: With the exit code of DESIGN's table, 130 when interrupted, 143 when terminated,
+            1 for a bug.
     """
     try:
-        yield
+        with _terminable():
+            yield
     except ShardcastError as error:
         sys.exit(report(out, error))
-    except KeyboardInterrupt:
-        out.warning("interrupted")
-        sys.exit(EXIT_INTERRUPTED)
+    except KeyboardInterrupt as interrupt:
+        sys.exit(_interrupted(out, interrupt))
     except BrokenPipeError:  # whoever read stdout has gone, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_BROKEN_PIPE)
@@ -63,7 +68,40 @@ def guard(out: Output) -> Iterator[None]:
         known = next((leaf for leaf in leaves(group) if isinstance(leaf, ShardcastError)), None)
         sys.exit(report(out, known) if known is not None else report_bug(out, group))
     except Exception as error:
+        if isinstance(error.__cause__, KeyboardInterrupt):  # a class body that was interrupted
+            sys.exit(_interrupted(out, error.__cause__))
         sys.exit(report_bug(out, error))
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came."""
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """Let SIGTERM raise in the body; what handles the signal itself (an event loop) still may."""
+
+    def terminate(_signal: int, _frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not stop the cleaning up
+        raise Terminated
+
+    try:
+        before = signal.signal(signal.SIGTERM, terminate)
+    except ValueError:  # not the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+
+
+def _interrupted(out: Output, interrupt: KeyboardInterrupt) -> int:
+    if isinstance(interrupt, Terminated):
+        out.warning("terminated")
+        return EXIT_TERMINATED
+    out.warning("interrupted")
+    return EXIT_INTERRUPTED
 
 
 def report(out: Output, error: ShardcastError) -> int:

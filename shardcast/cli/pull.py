@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from shardcast.cli.guard import EXIT_TERMINATED
 from shardcast.cli.options import (
     DurabilityChoice,
     FirstUseOption,
@@ -23,7 +24,7 @@ from shardcast.cli.pull_options import (
     KeepOption,
     OutOption,
 )
-from shardcast.cli.running import EXIT_TERMINATED, TerminatedError, run_until_terminated
+from shardcast.cli.running import TerminatedError, run_until_terminated
 from shardcast.cli.worker_view import WorkerView
 from shardcast.errors import UsageError
 

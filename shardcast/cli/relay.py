@@ -143,6 +143,9 @@ def relay(
 
     from relay.app import serve
     from relay.config import Prefetch, RelayConfig
+    from shardcast.cli.logs import configure_logging
+
+    configure_logging(out)
 
     config = RelayConfig(
         store=store if store is not None else default_store(),

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections.abc import Coroutine
-from typing import Any, Final, TypeVar
-
-EXIT_TERMINATED: Final = 143  # 128 + SIGTERM
+from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 

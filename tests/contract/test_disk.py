@@ -4,6 +4,7 @@ import asyncio
 import errno
 import os
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -203,3 +204,23 @@ async def test_a_quota_evicts_the_oldest(tmp_path: Path) -> None:
                 lambda: sorted(p.name for p in directory.iterdir()) == ["000002", "000003"]
             )
             assert (await http(url, path_of(versions[2].shards[0]))).status == 200
+
+
+async def test_a_head_that_is_not_served_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    await asyncio.to_thread(publish, tmp_path / "s", tmp_path / "c", VERSION.files)
+    days_ahead = time.time_ns() // 1_000_000 + 3 * 86_400_000
+    head = make_head(VERSION, sequence=days_ahead)  # refused anew at each look, by the clock
+    Store(tmp_path / "s").run(RUN).write_head(head)
+    looks = 0
+
+    async def looked_at_often() -> bool:
+        nonlocal looks
+        looks += (await http(url, f"/v1/{RUN}/head")).status == 404
+        return looks > 10
+
+    async with running(config(tmp_path / "s")) as url:
+        await eventually(looked_at_often)
+    told = [record for record in caplog.records if "not served" in record.getMessage()]
+    assert len(told) == 1

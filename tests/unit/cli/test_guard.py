@@ -1,10 +1,17 @@
 import json
 import os
+import signal
 
 import pytest
 
 from shardcast import errors
-from shardcast.cli.guard import EXIT_BROKEN_PIPE, EXIT_BUG, EXIT_INTERRUPTED, guard
+from shardcast.cli.guard import (
+    EXIT_BROKEN_PIPE,
+    EXIT_BUG,
+    EXIT_INTERRUPTED,
+    EXIT_TERMINATED,
+    guard,
+)
 from shardcast.cli.output import Output
 
 
@@ -60,6 +67,36 @@ def test_the_system_s_errors_are_disk_errors_that_name_the_path(
 def test_an_interrupt_ends_with_130(capsys: pytest.CaptureFixture[str]) -> None:
     assert ends_with(KeyboardInterrupt()) == EXIT_INTERRUPTED
     assert "interrupted" in capsys.readouterr().err
+
+
+def test_sigterm_cleans_up_like_an_interrupt_and_ends_with_143(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    cleaned = []
+    before = signal.getsignal(signal.SIGTERM)
+
+    def work() -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            signal.raise_signal(signal.SIGTERM)  # an impatient second one
+            cleaned.append(True)
+
+    with pytest.raises(SystemExit) as ended, guard(Output()):
+        work()
+    assert (ended.value.code, cleaned) == (EXIT_TERMINATED, [True])
+    assert capsys.readouterr().err == "warning: terminated\n"
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_an_interrupt_while_a_class_is_made_is_no_bug() -> None:
+    class Interrupts:
+        def __set_name__(self, owner: type, name: str) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as ended, guard(Output()):
+        type("Made", (), {"member": Interrupts()})
+    assert ended.value.code == EXIT_INTERRUPTED
 
 
 def test_a_bug_shows_its_trace_only_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
