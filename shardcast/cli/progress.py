@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 LINE_EVERY_S: Final = 5.0
 EVENT_EVERY_S: Final = 0.25
+RATE_OVER_S: Final = 10.0
+"""Rates are those of the last seconds: a transfer that stands still says so."""
 
 
 class Meter(Protocol):
@@ -103,22 +105,25 @@ class _LineMeter:
         self._label = label
         self._total = total
         self._members = members
-        self._began = self._said = clock()
-        self._first: int | None = None
+        self._said = clock()
+        self._recent: list[tuple[float, int]] = []
         self._lock = threading.Lock()
 
     def update(self, done: int, total: int | None = None) -> None:
         with self._lock:
             if total is not None:
                 self._total = total
-            if self._first is None:
-                self._first = done
             now = self._clock()
+            if not self._recent:
+                self._recent.append((self._said, done))
             if now - self._said < self._every_s:
                 return
             self._said = now
-        seconds = now - self._began
-        moved = done - self._first
+            self._recent.append((now, done))
+            while len(self._recent) > 2 and now - self._recent[1][0] >= RATE_OVER_S:
+                del self._recent[0]
+            began, first = self._recent[0]
+        seconds, moved = now - began, done - first
         if self._out.json:
             self._out.event(
                 "progress",
@@ -135,7 +140,8 @@ class _LineMeter:
         text = f"{self._label}: {size(done)}"
         if self._total:
             text += f" of {size(self._total)} ({100 * done / self._total:.0f} %)"
-        text += f", {rate(moved, seconds)}"
+        stands = not moved and len(self._recent) > 2
+        text += f", nothing for {duration(seconds)}" if stands else f", {rate(moved, seconds)}"
         if self._total and moved > 0:
             left = (self._total - done) * seconds / moved
             text += f", {duration(max(left, 0.0))} left"
