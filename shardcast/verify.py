@@ -25,7 +25,7 @@ from shardcast.protocol import trust
 from shardcast.protocol.documents import check_run, decode
 from shardcast.protocol.envelope import open_unverified
 from shardcast.protocol.head import Head, decode_head
-from shardcast.protocol.limits import MAX_DOCUMENT_BYTES
+from shardcast.protocol.limits import MAX_DOCUMENT_BYTES, MAX_HEAD_BYTES
 from shardcast.store.files import disk_errors, read_into
 from shardcast.store.run import RunStore, StoredState
 from shardcast.store.stored import StoredVersion
@@ -74,6 +74,7 @@ class Report:
         unsigned: ``(run, version)`` of versions whose manifest no accepted head names, and that
             therefore could only be compared with their own documents.
         unknown: Files beside a version's own, relative to the directory that was verified.
+        absent: ``(run, version)`` of newest versions, by the head, that are not here (yet).
     """
 
     runs: list[str] = field(default_factory=list)
@@ -84,6 +85,7 @@ class Report:
     damage: list[Damage] = field(default_factory=list)
     unsigned: list[tuple[str, int]] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
+    absent: list[tuple[str, int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +132,9 @@ def open_run(root: Path) -> RunStore:
     """
     with disk_errors(root, "reading"):
         try:
-            name = decode_head(open_unverified((root / "head.json").read_bytes())[1]).run
+            with open(root / "head.json", "rb") as file:
+                data = file.read(MAX_HEAD_BYTES + 1)
+            name = decode_head(open_unverified(data)[1]).run
         except FileNotFoundError:
             try:
                 state = trust.decode_state((root / "state" / "trust.json").read_bytes())
@@ -223,6 +227,8 @@ def _versions(
     numbers = [*sorted(run.committed()), *sorted(run.staged())]
     if target.version is not None:
         numbers = [target.version]
+    elif (newest := _newest(run)) is not None and newest not in run.committed():
+        report.absent.append((run.run, newest))
     work: list[Work] = []
     for number in numbers:
         damaged = _damaged_documents(run, number, bad)
@@ -232,6 +238,11 @@ def _versions(
         else:
             work += _version(run, number, signed, report, leases)
     return work
+
+
+def _newest(run: RunStore) -> int | None:
+    data = run.read_head()
+    return None if data is None else decode_head(open_unverified(data)[1]).version
 
 
 def _damaged_documents(run: RunStore, number: int, bad: set[str]) -> list[str]:
@@ -278,6 +289,8 @@ def _version(
 ) -> Iterator[Work]:
     stored = run.stored(number)
     if stored is None:
+        if run.staging_directory(number).is_dir():
+            return  # a publication that was killed before it knew what it publishes
         if not run.version_directory(number).is_dir():
             raise NotFoundError(f"version {number} is not there", source=str(run.root))
         reason = "cannot be checked: its documents are missing or malformed"

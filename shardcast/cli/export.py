@@ -53,7 +53,7 @@ def export(
         version=done.head.version,
         step=None if newest is None else newest.step,
         manifest=None if newest is None else newest.manifest,
-        path=str(done.directory),
+        path=str(done.directory.absolute()),
         blobs_written=done.written,
         bytes_written=done.written_bytes,
         blobs_kept=done.kept,

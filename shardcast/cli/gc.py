@@ -37,7 +37,7 @@ def gc(
         freed += collected.bytes
         _show(out, name, collected, dry_run=dry_run)
     would = "would free" if dry_run else "freed"
-    out.event("collected", path=str(opened.root), bytes=freed, dry_run=dry_run)
+    out.event("collected", path=str(opened.root.absolute()), bytes=freed, dry_run=dry_run)
     out.result(f"{would} {size(freed)} in {opened.root}")
 
 

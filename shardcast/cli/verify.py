@@ -64,6 +64,8 @@ def _show(out: Output, directory: Path, report: Report) -> None:
             f"version {version} of run {run!r} is whole, but no head that was accepted here "
             "names it: its digests are not signed"
         )
+    for run, version in report.absent:
+        out.warning(f"version {version} of run {run!r}, the newest by its head, is not here")
     for path in report.unknown:
         out.warning(f"{path} belongs to no version")
     members = {
@@ -72,7 +74,8 @@ def _show(out: Output, directory: Path, report: Report) -> None:
         "shards": report.shards,
         "documents": report.documents,
         "damaged": len(report.damage),
-        "path": str(directory),
+        "absent": [{"run": run, "version": number} for run, number in report.absent],
+        "path": str(directory.absolute()),
     }
     out.event("verified", **members)
     summary = (

@@ -543,3 +543,27 @@ def test_a_dry_run_counts_the_documents_of_what_it_would_remove(
         did["versions"], did["blobs"], did["bytes"],
     )  # fmt: skip
     assert did["blobs"] == 3
+
+
+# --- verify of what is not whole --------------------------------------------------------------
+
+
+def test_verify_passes_over_a_publication_that_was_killed_at_its_start(
+    cli: Cli, store: Path
+) -> None:
+    (store / "policy" / "state" / "staging" / "000050" / "sub").mkdir(parents=True)
+    ran = cli("verify", store, "--json")
+    assert ran.code == 0, ran.stderr
+    assert ran.event("verified")["versions"] == [{"run": "policy", "version": 1}]
+
+
+def test_verify_says_that_the_newest_version_is_not_here(cli: Cli, store: Path) -> None:
+    shutil.rmtree(store / "policy" / "versions" / "000001")
+    ran = cli("verify", store, "--json")
+    assert ran.event("verified")["absent"] == [{"run": "policy", "version": 1}]
+    assert "version 1 of run 'policy', the newest by its head, is not here" in ran.stderr
+
+
+def test_verify_reads_no_more_of_a_head_than_a_head_may_have(cli: Cli, store: Path) -> None:
+    os.truncate(store / "policy" / "head.json", 1 << 40)
+    assert cli("verify", store).code == 10
