@@ -84,6 +84,22 @@ def judge(report: dict[str, Any], baselines: dict[str, Any], mode: str) -> list[
     return rows
 
 
+def try_scenario(
+    name: str, quick: bool, work: Path | None, baselines: dict[str, Any], mode: str
+) -> tuple[dict[str, Any], list[Row]]:
+    """Run a scenario until it passes, at most `TRIES` times; return the last run, judged."""
+    attempt = 1
+    while True:
+        report = run_scenario(name, quick=quick, work=work)
+        rows = judge(report, baselines, mode)
+        seconds = report.get("seconds", "?")
+        print(f"{name}, run {attempt}: {seconds} s", file=sys.stderr, flush=True)
+        if attempt == TRIES or all(row[-1] == "ok" for row in rows):
+            return report, rows
+        print(table(rows), file=sys.stderr, flush=True)
+        attempt += 1
+
+
 def worse(check: dict[str, Any], baseline: float, tolerance: float) -> bool:
     """Say whether a check is worse than its baseline by more than the tolerance."""
     value = float(check["value"])
@@ -133,14 +149,7 @@ def main() -> None:
     rows: list[Row] = []
     with terminate_as_exit():
         for name in options.names or SCENARIOS:
-            for attempt in range(1, TRIES + 1):
-                report = run_scenario(name, quick=options.quick, work=options.work)
-                judged = judge(report, baselines, mode)
-                seconds = report.get("seconds", "?")
-                print(f"{name}, run {attempt}: {seconds} s", file=sys.stderr, flush=True)
-                if all(row[-1] == "ok" for row in judged):
-                    break
-                print(table(judged), file=sys.stderr, flush=True)
+            report, judged = try_scenario(name, options.quick, options.work, baselines, mode)
             text = json.dumps(report, indent=2) + "\n"
             (RESULTS / f"{name}.{mode}.json").write_text(text, encoding="utf-8")
             if "unavailable" in report:
