@@ -13,7 +13,7 @@ from shardcast.protocol.limits import KIB, MIB
 
 _BURST_S = 0.05
 _SPARE_DESCRIPTORS = 64
-"""For listeners, journals, directories and libraries."""
+"""For listeners, fills and libraries; and a quarter of all for the versions in the store."""
 
 
 class TokenBucket:
@@ -49,12 +49,21 @@ class TokenBucket:
 class Admission:
     """Counts connections in all and by client address."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, descriptors: int | None = None) -> None:
+        """Count from zero.
+
+        Args:
+            limits: Bounds.
+            descriptors: How many file descriptors there are; None means asking the system.
+        """
+        spread = _spread(_descriptors() if descriptors is None else descriptors)
         self._total = 0
         self._refused = 0
         self._by_client: Counter[str] = Counter()
-        self._limits = limits
-        self._most = min(limits.max_connections, _affordable_connections())
+        self._most = min(limits.max_connections, spread[0])
+        self._most_refused = min(limits.refused_connections, spread[1])
+        # One address never takes all there are, however few descriptors there may be.
+        self._most_per_client = min(limits.max_connections_per_client, self._most - self._most // 8)
 
     @property
     def connections(self) -> int:
@@ -68,10 +77,7 @@ class Admission:
 
     def enter(self, client: str) -> bool:
         """Count a new connection; False if it is one too many (then it is not counted)."""
-        if (
-            self._total >= self._most
-            or self._by_client[client] >= self._limits.max_connections_per_client
-        ):
+        if self._total >= self._most or self._by_client[client] >= self._most_per_client:
             if not self._by_client[client]:
                 del self._by_client[client]
             return False
@@ -88,7 +94,7 @@ class Admission:
 
     def refuse(self) -> bool:
         """Count a connection that will be told so; False if it should just be closed."""
-        if self._refused >= self._limits.refused_connections:
+        if self._refused >= self._most_refused:
             return False
         self._refused += 1
         return True
@@ -106,9 +112,16 @@ def raise_descriptor_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _affordable_connections() -> int:
-    """Each connection takes a descriptor, and another one while a blob is sent over it."""
+def _descriptors() -> int:
     soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
-        return 1 << 20
-    return max(16, (soft - _SPARE_DESCRIPTORS) // 2)
+    return 1 << 20 if soft == resource.RLIM_INFINITY else soft
+
+
+def _spread(descriptors: int) -> tuple[int, int]:
+    """Return how many connections can be let in, and how many more can be refused politely.
+
+    Each connection takes a descriptor, and another one while a blob is sent over it.
+    """
+    left = descriptors - _SPARE_DESCRIPTORS - descriptors // 4
+    refused = max(2, left // 8)
+    return max(16, (left - refused) // 2), refused

@@ -23,6 +23,9 @@ log = logging.getLogger("relay.server")
 _LINGER_S: Final = 5.0
 """How long the body of a refused request is read and thrown away."""
 _BACKLOG: Final = 1024
+_ACCEPT_AT_ONCE: Final = 16
+"""Connections that asyncio accepts before it looks at any: it must not run out of descriptors in
+a burst of connections that are then refused."""
 _READ_BYTES: Final = 256 * 1024
 
 
@@ -131,9 +134,9 @@ class Server:
         loop = asyncio.get_running_loop()
         sockets = await asyncio.to_thread(bind, host, port)
         for sock in sockets:
-            self._servers.append(
-                await loop.create_server(self._connection, sock=sock, backlog=_BACKLOG)
-            )
+            server = await loop.create_server(self._connection, sock=sock, backlog=_ACCEPT_AT_ONCE)
+            self._servers.append(server)
+            sock.listen(_BACKLOG)  # asyncio uses one number for both
         return url_of(host, sockets[0].getsockname())
 
     def _connection(self) -> Connection:

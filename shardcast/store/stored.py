@@ -233,6 +233,7 @@ class StoredVersion:
         with self._lock:
             self.directory = target
             self.committed = True
+            self._journal.close()  # a descriptor less for each version that merely lies there
             self._stamps = [self._stamp(file) for file in range(len(self._stamps))]
 
     @contextlib.contextmanager

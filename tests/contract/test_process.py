@@ -1,10 +1,12 @@
 """A relay as a process: killed in the middle of a fill, and told to stop."""
 
 import asyncio
+import contextlib
 import json
+import resource
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -20,6 +22,11 @@ from tests.contract.wire_client import PATIENCE_S, Wire, http
 pytestmark = pytest.mark.e2e
 
 VERSION = make_version(1, {"model": noise(6 * SHARD + 5)})
+LIMITED = """
+import os, resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
 
 
 def path_of(digest: str) -> str:
@@ -28,7 +35,7 @@ def path_of(digest: str) -> str:
 
 @asynccontextmanager
 async def process(
-    store: Path, parent: str, *options: str
+    store: Path, parent: str, *options: str, before: Sequence[str] = ()
 ) -> AsyncIterator[tuple[str, asyncio.subprocess.Process]]:
     """Starts `shardcast relay`; yields its URL; kills it at the end if it still runs."""
     key = store.with_suffix(".pub")
@@ -36,6 +43,7 @@ async def process(
     command = ["-m", "shardcast", "relay", "--store", str(store), "--listen", "127.0.0.1:0"]
     relay = await asyncio.create_subprocess_exec(
         sys.executable,
+        *before,
         *command,
         *("--parent", parent, "--pubkey", str(key), *options),
         stdout=asyncio.subprocess.PIPE,
@@ -97,3 +105,49 @@ async def test_sigterm_drains_and_exits_with_0(tmp_path: Path) -> None:
         got += await wire.exactly(SHARD - 50_000)
         assert digest_of(got) == victim
         assert await asyncio.wait_for(relay.wait(), PATIENCE_S) == 0
+
+
+async def test_more_connections_than_descriptors_are_refused_and_forgotten(tmp_path: Path) -> None:
+    parent = ScriptedParent()
+    parent.serve(make_head(VERSION), VERSION)
+    async with (
+        parent.running(),
+        process(tmp_path / "r", parent.url) as (url, relay),
+    ):
+        resource.prlimit(relay.pid, resource.RLIMIT_NOFILE, (256, 256))
+        await wait_ready(url)
+        # The limit was another one when it started, so it lets in more than it can afford.
+        crowd = [Wire(url) for _ in range(400)]
+        with contextlib.suppress(OSError, TimeoutError):
+            for wire in crowd:
+                await asyncio.wait_for(wire.__aenter__(), 0.5)
+        for wire in crowd:
+            if hasattr(wire, "writer"):
+                wire.writer.transport.abort()
+        answer = await http(url, path_of(VERSION.shards[0]))
+        assert digest_of(answer.body) == VERSION.shards[0]
+        relay.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(relay.wait(), PATIENCE_S) == 0
+
+
+async def test_a_burst_of_connections_within_the_descriptors_that_it_started_with(
+    tmp_path: Path,
+) -> None:
+    parent = ScriptedParent()
+    parent.serve(make_head(VERSION), VERSION)
+    limited = ("-c", LIMITED)
+    async with (
+        parent.running(),
+        process(tmp_path / "r", parent.url, before=limited) as (url, _relay),
+    ):
+        await wait_ready(url)
+        crowd = [Wire(url) for _ in range(300)]
+        await asyncio.gather(*(wire.__aenter__() for wire in crowd))
+        # It never runs out of descriptors: who comes now is answered or refused at once.
+        async with asyncio.timeout(1):
+            with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+                await http(url, "/healthz")
+        for wire in crowd:
+            wire.writer.transport.abort()
+        answer = await http(url, path_of(VERSION.shards[0]))
+        assert digest_of(answer.body) == VERSION.shards[0]

@@ -49,12 +49,12 @@ def test_the_bucket_gives_the_rate_over_time() -> None:
 
 
 def test_connections_are_counted_in_all_and_by_client() -> None:
-    admission = Admission(Limits(max_connections=3, max_connections_per_client=2))
+    admission = Admission(Limits(max_connections=4, max_connections_per_client=2))
     assert [admission.enter("a"), admission.enter("a"), admission.enter("a")] == [True, True, False]
-    assert [admission.enter("b"), admission.enter("c")] == [True, False]
+    assert [admission.enter(client) for client in "bcd"] == [True, True, False]
     admission.leave("a")
-    assert admission.enter("c")
-    for client in "abc":
+    assert admission.enter("d")
+    for client in "abcd":
         admission.leave(client)
     assert admission.connections == 0
 
@@ -64,6 +64,28 @@ def test_only_so_many_are_refused_politely() -> None:
     assert [admission.refuse(), admission.refuse()] == [True, False]
     admission.refused_left()
     assert admission.refuse()
+
+
+@pytest.mark.parametrize("descriptors", [64, 256, 1024, 1 << 20])
+def test_connections_leave_descriptors_for_the_store(descriptors: int) -> None:
+    admission = Admission(Limits(max_connections=1 << 20, refused_connections=1 << 20), descriptors)
+    taken = 0
+    while admission.enter(f"client {taken % 7}"):
+        taken += 1
+    refused = 0
+    while admission.refuse():
+        refused += 1
+    assert taken >= 16
+    assert refused >= 2
+    if descriptors >= 256:
+        assert 2 * taken + refused <= descriptors - 64 - descriptors // 4
+
+
+def test_one_address_never_takes_all_connections() -> None:
+    admission = Admission(Limits(), descriptors=256)
+    while admission.enter("greedy"):
+        pass
+    assert admission.enter("another")
 
 
 # --- options ------------------------------------------------------------------------------------
