@@ -225,7 +225,11 @@ def publish_directory(
         previous = _previous_layout(run, head)
         layout = plan_layout(options, selection, run.run, number, previous, now_ms())
         method, stored, documents = _fill(options, run, layout, selection, watch)
-        run.commit(number, options.durability)
+        try:
+            run.commit(number, options.durability)
+        except BaseException:
+            run.evict(number)
+            raise
         ref = reference(documents.version)
         issue = issue_for(run.run, signers, now_ms(), options.expiry_ms)
         announce(run, succession.with_version(head, issue, ref, keep=options.keep), signers, issue)
@@ -475,14 +479,14 @@ def _fill(
         )
         again = select_files(options.source, include=options.include, exclude=options.exclude)
         require_unchanged(selection, again, options.source)
+        documents = documents_of(layout, [found.digest for found in hashes])
+        for digest, data in documents.blobs.items():
+            run.write_blob(digest, data)
+        stored = run.stage(documents.version, files=False)
+        stored.record_all({shard: found.xxh3 for shard, found in enumerate(hashes)})
     except BaseException:
         run.evict(layout.version)
         raise
-    documents = documents_of(layout, [found.digest for found in hashes])
-    for digest, data in documents.blobs.items():
-        run.write_blob(digest, data)
-    stored = run.stage(documents.version, files=False)
-    stored.record_all({shard: found.xxh3 for shard, found in enumerate(hashes)})
     return method, stored, documents
 
 

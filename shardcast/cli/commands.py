@@ -18,9 +18,9 @@ import typer
 from typer.core import TyperGroup
 
 from shardcast.cli.command import ENVIRONMENT_PREFIX, build
-from shardcast.cli.guard import report
+from shardcast.cli.guard import guard
 from shardcast.cli.output import Output
-from shardcast.errors import ShardcastError, UsageError
+from shardcast.errors import UsageError
 
 PARSER_ERROR: Final[type[Exception]] = typer.BadParameter.__bases__[0]
 """What the parser raises for wrong arguments; typer has no public name for it."""
@@ -74,12 +74,11 @@ class CommandGroup(TyperGroup):
         more["standalone_mode"] = False
         command = next((word for word in words if word in self.panels), "")
         out = Output(command=command, json=wants_json(words, command))
-        try:
-            code = super().main(words or ["--help"], *rest, **more)
-        except ShardcastError as error:  # in the configuration file
-            sys.exit(report(out, error))
-        except PARSER_ERROR as error:
-            sys.exit(report_mistyped(out, error))
+        with guard(out):  # of the configuration file, of the help
+            try:
+                code = super().main(words or ["--help"], *rest, **more)
+            except PARSER_ERROR as error:
+                sys.exit(report_mistyped(out, error))
         if not words:
             sys.exit(UsageError.exit_code)
         sys.exit(code if isinstance(code, int) else 0)

@@ -6,6 +6,7 @@ events and nothing else (docs/PROTOCOL.md, "Events").
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import threading
@@ -14,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TextIO
 
-from shardcast.errors import ShardcastError
+from shardcast.errors import DiskError, ShardcastError
 
 EVENT_MEMBERS: Final = ("run", "version", "step", "manifest", "path", "bytes_fetched")
 """Members that every event about a version has; null where it says nothing about one."""
@@ -54,7 +55,7 @@ class Output:
     @property
     def terminal(self) -> bool:
         """Whether progress may be drawn: stderr is a terminal and nobody asked for silence."""
-        return not self.quiet and not self.json and sys.stderr.isatty()
+        return not self.quiet and not self.json and is_terminal(sys.stderr)
 
     def event(self, name: str, **members: object) -> None:
         """Print an event as one JSON line on stdout, with ``--json`` only."""
@@ -91,17 +92,39 @@ class Output:
 
     def error(self, error: ShardcastError) -> None:
         """Report an error: one sentence on stderr, with ``--json`` an event as well."""
-        self.version_event(
-            "error", run=self.run, code=error.code, message=error.message, source=error.source
-        )
+        with contextlib.suppress(DiskError, BrokenPipeError):  # the exit code says it too
+            self.version_event(
+                "error", run=self.run, code=error.code, message=error.message, source=error.source
+            )
         self._write(sys.stderr, f"error: {error}")
 
-    def _write(self, stream: TextIO, line: str) -> None:
+    def _write(self, stream: TextIO | None, line: str) -> None:
+        """Write a line.
+
+        Raises:
+            DiskError: If stdout cannot be written. What goes to stderr is lost then.
+        """
+        if stream is None:  # closed by whoever started us
+            return
         encoding = stream.encoding or "utf-8"
         line = line.translate(_CONTROL).encode(encoding, "backslashreplace").decode(encoding)
         with self._lock:
-            stream.write(line + "\n")
-            stream.flush()
+            try:
+                stream.write(line + "\n")
+                stream.flush()
+            except OSError as error:
+                if stream is sys.stderr:
+                    return
+                if isinstance(error, BrokenPipeError):
+                    raise
+                raise DiskError(
+                    f"writing failed: {error.strerror}", source="standard output"
+                ) from error
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """Say whether a stream is a terminal; a closed one is none."""
+    return stream is not None and stream.isatty()
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]], *, indent: str = "") -> str:

@@ -22,7 +22,7 @@ from shardcast.cli.options import (
     key_file,
     load_token,
 )
-from shardcast.cli.output import Output, unix_ms
+from shardcast.cli.output import Output, is_terminal, unix_ms
 from shardcast.cli.progress import Counter, Meters, meters
 from shardcast.cli.units import count, duration, rate, size
 from shardcast.cli.xdg import default_store, remote_memory
@@ -338,7 +338,7 @@ def _show_next(
     out: Output, published: Published, *, where: str, url: str | None, public: str
 ) -> None:
     """Say what to type next: to people, and once a run."""
-    if published.ref.version > 1 and not sys.stdout.isatty():
+    if published.ref.version > 1 and not is_terminal(sys.stdout):
         return
     out.notice("next")
     if url is None:

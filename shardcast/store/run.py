@@ -42,6 +42,7 @@ from shardcast.store.stored import Durability, StoredVersion, make_files
 
 STORED_FORMAT: Final = "shardcast.stored/1"
 _NUMBER: Final = re.compile(r"^[0-9]{6,16}\Z", re.ASCII)
+_VERSION_STATE: Final = re.compile(r"^([0-9]{6,16})\.(?:json|shards)\Z", re.ASCII)
 _STALE_SECONDS: Final = 3600.0
 _unique = itertools.count()
 
@@ -357,8 +358,16 @@ class RunStore:
         return FileLock(self.root / "state" / f"{purpose}.lock", what=label)
 
     def clean_leftovers(self) -> None:
-        """Remove what crashed processes left: trash, and temporary files older than an hour."""
+        """Remove what crashed processes left: trash, and temporary files older than an hour.
+
+        Also the state of versions that are gone, and what was staged an hour ago by a publisher
+        that died before it knew what it publishes.
+        """
         remove_tree(self.root / "state" / "trash")
+        self._clean_version_state()
+        for number in self.staged():
+            if not self._state_path(number).exists() and self._is_stale(number):
+                self.evict(number)
         directory = self.root / "state" / "tmp"
         with contextlib.suppress(OSError):
             for entry in os.scandir(directory):
@@ -385,6 +394,28 @@ class RunStore:
             self._cache.clear()
 
     # --- inner workings ---------------------------------------------------------------------
+
+    def _clean_version_state(self) -> None:
+        """Remove journals and descriptions whose version is gone.
+
+        The order matters: a version's directory is there before its state, and moves from staging
+        to versions; so none that appears or moves meanwhile is taken for gone.
+        """
+        with contextlib.suppress(OSError):
+            names = os.listdir(self.root / "state")
+            staged = self.staged()
+            here = {*staged, *self.committed()}
+            for name in names:
+                match = _VERSION_STATE.match(name)
+                if match is not None and int(match[1]) not in here:
+                    os.unlink(self.root / "state" / name)
+
+    def _is_stale(self, number: int) -> bool:
+        try:
+            modified = self.staging_directory(number).stat().st_mtime
+        except OSError:
+            return False
+        return time.time() - modified > _STALE_SECONDS
 
     def _state_path(self, number: int) -> Path:
         return self.root / "state" / f"{number:06d}.json"

@@ -1,9 +1,10 @@
+import contextlib
 import json
 
 import pytest
 
 from shardcast.cli.output import Output, table
-from shardcast.errors import StallError
+from shardcast.errors import DiskError, StallError
 
 
 def test_without_json_an_event_is_silent_and_results_go_to_stdout(
@@ -94,3 +95,24 @@ def test_what_others_wrote_cannot_steer_the_terminal(capsys: pytest.CaptureFixtu
 def test_a_name_that_is_no_text_is_shown_escaped(capsys: pytest.CaptureFixture[str]) -> None:
     Output().result("caf\udce9")
     assert capsys.readouterr().out == "caf\\udce9\n"
+
+
+def test_a_closed_stream_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", None)
+    monkeypatch.setattr("sys.stderr", None)
+    out = Output()
+    out.result("a")
+    out.error(StallError("b"))
+    assert not out.terminal
+
+
+def test_a_full_disk_behind_stdout_is_a_disk_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/full", "w", encoding="utf-8", buffering=1) as full:
+        monkeypatch.setattr("sys.stdout", full)
+        with pytest.raises(DiskError, match="standard output"):
+            Output().result("a")
+        monkeypatch.setattr("sys.stderr", full)
+        Output().notice("nobody can read this")
+        Output(json=True).error(StallError("b"))
+        with contextlib.suppress(OSError):
+            full.close()

@@ -567,3 +567,19 @@ def test_verify_says_that_the_newest_version_is_not_here(cli: Cli, store: Path) 
 def test_verify_reads_no_more_of_a_head_than_a_head_may_have(cli: Cli, store: Path) -> None:
     os.truncate(store / "policy" / "head.json", 1 << 40)
     assert cli("verify", store).code == 10
+
+
+def test_gc_removes_what_killed_publications_left(cli: Cli, store: Path) -> None:
+    state = store / "policy" / "state"
+    fresh, stale = state / "staging" / "000050", state / "staging" / "000051"
+    for directory in (fresh, stale):
+        directory.mkdir(parents=True)
+        (directory / "model.safetensors").write_bytes(b"x")
+    os.utime(stale, (0, 0))
+    for name in ("000007.json", "000007.shards"):  # of a version that is gone
+        (state / name).write_bytes(b"{}")
+    assert cli("gc", "--store", store).code == 0
+    assert fresh.exists()
+    assert not stale.exists()
+    assert {path.name for path in state.glob("0*")} == {"000001.json", "000001.shards"}
+    assert cli("verify", store).code == 0
