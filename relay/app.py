@@ -105,7 +105,7 @@ async def _run(
         await stopping.wait()
         log.info("draining")
         node.draining = True
-        node.close_runs()
+        node.wake_runs()
         await server.drain(node.config.limits.drain_s)
     finally:
         node.draining = True

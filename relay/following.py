@@ -214,7 +214,7 @@ class ParentFeed:
     # --- heads ----------------------------------------------------------------------------------
 
     async def _on_head(self, run: RelayRun, answer: HeadAnswer) -> int | None:
-        self._node.parents.update()
+        self._find_place()
         lock = self._locks.setdefault(run.name, asyncio.Lock())
         async with lock:
             state = self._states[run.name]
@@ -249,11 +249,16 @@ class ParentFeed:
             self._tell(f"run {run.name}: parent {url}: {state.error}")
         else:
             self._told = {text for text in self._told if url not in text}
-        self._node.parents.update()
+        self._find_place()
+
+    def _find_place(self) -> None:
+        """Look how far the origin is now; children that wait for a head hear of a change."""
+        if self._node.parents.update():
+            self._node.wake_runs()
 
     async def _tick(self) -> None:
         while True:
-            self._node.parents.update()
+            self._find_place()
             await asyncio.sleep(TICK_S)
 
     def _tell(self, text: str, *, level: int = logging.WARNING) -> None:

@@ -112,6 +112,7 @@ class Handlers:
                 500, "internal", "this is a bug; the relay's log has it"
             )
         if not response.prepared:
+            common[wire.DEPTH_HEADER] = str(self._node.depth)  # a long poll may have outlived it
             response.headers.update(common)
         if self._node.draining:
             response.force_close()
@@ -160,7 +161,12 @@ class Handlers:
     async def _head(self, request: web.BaseRequest, run: RelayRun) -> web.Response:
         after, wait = wire.parse_wait(request.query.get("after"), request.query.get("wait"))
         if after is not None and wait and request.method == "GET":
-            await run.wait_head(after, wait, lambda: self._node.draining)
+            node, depth = self._node, self._node.depth
+            # Relays hear at once how far the origin is: what they may ask whom hangs on it.
+            from_relay = wire.NODE_HEADER in request.headers
+            await run.wait_head(
+                after, wait, lambda: node.draining or (from_relay and node.depth != depth)
+            )
         head = run.head
         if head is None:
             raise NotFoundError(f"run {run.name!r} has no head")

@@ -189,7 +189,7 @@ class Node:
         if fill.error is not None:
             raise fill.error
 
-    def close_runs(self) -> None:
-        """Wake everyone who waits for a head."""
+    def wake_runs(self) -> None:
+        """Let everyone who waits for a head look again."""
         for run in self.runs.values():
             run.wake()

@@ -270,6 +270,33 @@ async def test_depth_is_the_smallest_live_parents_plus_one(tmp_path: Path) -> No
         await eventually(lambda: depth("8"))
 
 
+async def test_children_that_wait_for_a_head_hear_of_a_new_depth_at_once(tmp_path: Path) -> None:
+    near, far = ScriptedParent(), ScriptedParent(extra={"Shardcast-Depth": "7"})
+    envelope = make_head(VERSION)
+    for parent in (near, far):
+        parent.serve(envelope, VERSION)
+
+    async def depth(url: str, wanted: str) -> bool:
+        return (await http(url, "/healthz"))["Shardcast-Depth"] == wanted
+
+    async with (
+        near.running(),
+        far.running(),
+        running(config(tmp_path / "p", near.url, far.url)) as parent_url,
+        running(config(tmp_path / "c", parent_url)) as child_url,
+    ):
+        await eventually(lambda: depth(child_url, "2"))
+        await wait_ready(child_url)
+        async with Wire(parent_url) as worker:
+            sequence = 10**15
+            await worker.ask(f"/v1/{RUN}/head?after={sequence}&wait=3")
+            near.alive = False
+            near.cut()
+            await eventually(lambda: depth(child_url, "9"))  # long before a long poll ends
+            answer = await worker.answer()  # workers do not care: theirs went on
+            assert answer["Shardcast-Depth"] == "8"
+
+
 async def test_a_parent_at_the_deepest_level_is_not_taken(tmp_path: Path) -> None:
     parent = ScriptedParent(extra={"Shardcast-Depth": "16"})
     parent.serve(make_head(VERSION), VERSION)
