@@ -287,7 +287,7 @@ class HeadWatcher:
     async def _watch_one(self, source: HeadSource) -> None:
         failures = 0
         while True:
-            asked = self._clock()
+            asked, depth = self._clock(), self._states[source.url].depth
             wait_s = self._config.head_wait_s if source.url in self._last else 0
             changed, error = await self._ask(source, wait_s=wait_s)
             if error is not None:
@@ -296,6 +296,9 @@ class HeadWatcher:
                 continue
             failures = 0
             early = self._clock() - asked < wait_s - EARLY_S
+            if early and not changed and self._states[source.url].depth != depth:
+                await self._sleep(self._config.backoff_first_s)  # it waits, but had news of itself
+                continue
             if wait_s and not changed:
                 self._set(source.url, replace(self._states[source.url], waits=not early))
             if early and not changed:

@@ -227,6 +227,7 @@ class FakeSource:
     clock: FakeClock
     sequence: int = 0
     waits: bool = True
+    depth: int = 1
     error: ShardcastError | None = None
     asked: list[tuple[float, int | None]] = field(default_factory=list)
 
@@ -234,9 +235,10 @@ class FakeSource:
         self.asked.append((self.clock.now, after))
         if self.error is not None:
             raise self.error
-        begun = self.clock.now
+        begun, depth = self.clock.now, self.depth
         while (
             self.waits
+            and self.depth == depth
             and after is not None
             and self.sequence <= after
             and self.clock.now < begun + wait_s
@@ -245,7 +247,7 @@ class FakeSource:
             await self.clock.sleep(0.01)
         if self.error is not None:
             raise self.error
-        return HeadAnswer(b"%d" % self.sequence, 1, "node", self.url)
+        return HeadAnswer(b"%d" % self.sequence, self.depth, "node", self.url)
 
 
 class FakeClock:
@@ -337,6 +339,24 @@ async def test_a_server_that_waits_is_asked_once_per_wait() -> None:
     assert [after for _, after in source.asked] == [None] + [7] * (len(source.asked) - 1)
     assert len(watch.heads) == 1
     assert watch.watcher.states["a"].waits
+
+
+async def test_a_server_that_tells_of_a_new_depth_is_waited_for_again() -> None:
+    clock = FakeClock()
+    source = FakeSource("a", clock, 7)
+    watch = Watch(clock, source)
+    task = asyncio.ensure_future(watch.watcher.watch())
+    await clock.run_until(5)
+    source.depth = 4
+    await clock.run_until(5.1)
+    assert watch.watcher.states["a"].depth == 4
+    await clock.run_until(5.5)
+    source.sequence = 8
+    await clock.run_until(5.6)  # it was waited for again by now
+    assert watch.heads[-1][2] == b"8"
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 async def test_a_server_that_does_not_wait_is_polled_every_two_seconds() -> None:
