@@ -23,6 +23,7 @@ from shardcast.cli.pull_options import (
     KeepOption,
     OnUpdateOption,
     OutOption,
+    require_out,
 )
 from shardcast.cli.running import TerminatedError, run_until_terminated
 from shardcast.cli.worker_view import WorkerView
@@ -61,6 +62,7 @@ def follow(
     from shardcast.store.stored import Durability
     from shardcast.worker import Worker
 
+    require_out(directory)
     with meters(out) as shown:
         worker = Worker(
             directory,

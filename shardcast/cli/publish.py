@@ -196,6 +196,13 @@ def _require_checkpoint(options: PublishOptions) -> None:
     """Complain about a bad directory before a key or a store is made."""
     from shardcast.sources import select_files
 
+    source = options.source
+    if (source / "head.json").is_file() and (source / "versions").is_dir():
+        raise UsageError(
+            f"{source} is a worker's directory or a run in a store, no checkpoint: publish "
+            f"{source / 'current'} or one of its versions",
+            source=str(source),
+        )
     select_files(options.source, include=options.include, exclude=options.exclude)
 
 

@@ -23,6 +23,7 @@ from shardcast.cli.pull_options import (
     DurabilityOption,
     KeepOption,
     OutOption,
+    require_out,
 )
 from shardcast.cli.running import TerminatedError, run_until_terminated
 from shardcast.cli.worker_view import WorkerView
@@ -68,6 +69,7 @@ def pull(
 
     if version is not None and manifest is not None:
         raise UsageError("give either --version or --manifest, not both")
+    require_out(directory)
     with meters(out) as shown:
         view = WorkerView(out, shown)
         worker = Worker(

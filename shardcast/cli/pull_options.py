@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from shardcast.cli.options import DISK, TRUST, DurabilityChoice
+from shardcast.errors import UsageError
 
 OutOption = Annotated[
     Path,
@@ -58,3 +59,21 @@ OnUpdateOption = Annotated[
         rich_help_panel="Then",
     ),
 ]
+
+
+def require_out(directory: Path) -> None:
+    """Check that a worker's directory is not a publisher's or a relay's: it removes old versions.
+
+    Raises:
+        UsageError: If it is a store, or a run in one.
+    """
+    from shardcast.store.store import Store, is_run_directory
+
+    if not is_run_directory(directory) and Store(directory).runs():
+        raise UsageError(f"{directory} is a store: choose another --out", source=str(directory))
+    state = directory / "state"
+    published = (state / "publish.lock").exists() and not (state / "run.lock").exists()
+    if published or (is_run_directory(directory) and (directory.parent / ".node-id").exists()):
+        raise UsageError(
+            f"{directory} is a run in a store: choose another --out", source=str(directory)
+        )

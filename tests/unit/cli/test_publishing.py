@@ -583,3 +583,24 @@ def test_gc_removes_what_killed_publications_left(cli: Cli, store: Path) -> None
     assert not stale.exists()
     assert {path.name for path in state.glob("0*")} == {"000001.json", "000001.shards"}
     assert cli("verify", store).code == 0
+
+
+@pytest.mark.parametrize("below", [".", "policy"])
+@pytest.mark.parametrize("command", ["pull", "follow"])
+def test_no_worker_works_in_a_store(cli: Cli, store: Path, command: str, below: str) -> None:
+    before = sorted(store.rglob("*"))
+    ran = cli(
+        command, "policy", "--from", "http://127.0.0.1:9", "--out", store / below,
+        "--trust-on-first-use", "--json",
+    )  # fmt: skip
+    assert (ran.code, ran.event("error")["code"]) == (2, "usage")
+    assert "choose another --out" in ran.stderr
+    assert sorted(store.rglob("*")) == before
+
+
+def test_a_run_s_directory_is_no_checkpoint(cli: Cli, store: Path, tmp_path: Path) -> None:
+    ran = cli("publish", store / "policy", "--store", tmp_path / "other", "--json")
+    assert (ran.code, ran.event("error")["code"]) == (2, "usage")
+    assert not (tmp_path / "other").exists()
+    version = store / "policy" / "versions" / "000001"
+    assert cli("publish", version, "--store", tmp_path / "other").code == 0
