@@ -17,7 +17,9 @@ from relay.runs import RelayRun
 from shardcast.errors import ShardcastError, UsageError
 from shardcast.protocol import trust
 from shardcast.protocol.trust import Accepted, TrustState
+from shardcast.salvage import salvage
 from shardcast.store.run import RunStore
+from shardcast.store.stored import StoredVersion
 
 log = logging.getLogger("relay.origin")
 
@@ -41,6 +43,7 @@ class OriginFeed:
         self._node = node
         self._stamps: dict[str, _Stamp] = {}
         self._told: dict[str, object] = {}
+        self._salvaged: set[tuple[str, int]] = set()
         self._lock = asyncio.Lock()
 
     async def prepare(self) -> None:
@@ -124,6 +127,18 @@ class OriginFeed:
                     absent[0].digest,
                 )
         await run.attach()
+        for number, stored in list(run.stored.items()):
+            lacking = (run.name, number)
+            if stored.committed and not stored.complete and lacking not in self._salvaged:
+                self._salvaged.add(lacking)
+                run.spawn(self._salvage(stored))
+
+    async def _salvage(self, stored: StoredVersion) -> None:
+        """Nobody can be asked for an origin's shards, so their bytes are: once a process."""
+        try:
+            await asyncio.to_thread(salvage, stored)
+        except ShardcastError as error:
+            log.error("%s", error)
 
     def _read(self, store: RunStore, state: TrustState | None) -> Accepted | None:
         data = store.read_head()

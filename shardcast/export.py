@@ -24,6 +24,7 @@ from shardcast.protocol.digest import is_digest
 from shardcast.protocol.envelope import open_unverified
 from shardcast.protocol.head import Head, decode_head
 from shardcast.protocol.manifest import Version
+from shardcast.salvage import salvage
 from shardcast.store.files import (
     atomic_write,
     disk_errors,
@@ -141,6 +142,8 @@ def plan_export(run: RunStore, blobs: Path, leases: contextlib.ExitStack) -> Exp
     for ref in head.versions:
         version = run.load_version(ref)
         stored = run.stored(ref.version)
+        if stored is not None and not stored.complete:
+            salvage(stored)
         if stored is not None and stored.damaged is not None:
             raise IntegrityError(stored.damaged, source=str(stored.directory))
         if version is None or stored is None or not stored.complete:

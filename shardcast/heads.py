@@ -17,7 +17,7 @@ from shardcast.errors import (
 from shardcast.events import EventKind, WorkerEvent
 from shardcast.protocol import trust
 from shardcast.protocol.envelope import open_unverified
-from shardcast.protocol.head import decode_head
+from shardcast.protocol.head import Head, decode_head
 from shardcast.protocol.trust import Accepted, TrustState
 from shardcast.store.run import RunStore
 from shardcast.upstream import HeadAnswer, UpstreamState
@@ -84,7 +84,7 @@ class HeadKeeper:
                     return None
                 self.state = accepted.state
                 self.accepted = accepted
-                self._emit(WorkerEvent(kind=EventKind.HEAD, run=self.state.run, source=answer.url))
+                self._emit(_seen(accepted.head, answer.url))
             self.errors.pop(answer.url, None)
             self._given[answer.url] = accepted.head.sequence
             self.changed.set()
@@ -137,3 +137,15 @@ class HeadKeeper:
 
 def _unknown(error: ShardcastError) -> bool:
     return isinstance(error, SourceStatusError) and error.status == 404
+
+
+def _seen(head: Head, url: str) -> WorkerEvent:
+    newest = head.newest()
+    return WorkerEvent(
+        kind=EventKind.HEAD,
+        run=head.run,
+        version=head.version,
+        step=None if newest is None else newest.step,
+        manifest=None if newest is None else newest.manifest,
+        source=url,
+    )

@@ -360,6 +360,8 @@ def require_version(head: Head, version: int | None) -> VersionRef:
     ref = head.newest() if version is None else head.ref(version)
     if ref is not None:
         return ref
+    if version is None and head.versions:
+        raise WithdrawnError(f"every version that run {head.run!r} retains was withdrawn")
     if version is None:
         raise NotFoundError(f"run {head.run!r} has no complete version yet")
     kept = ", ".join(str(r.version) for r in head.versions) or "none"

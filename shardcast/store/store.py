@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import secrets
@@ -10,10 +11,12 @@ import threading
 from pathlib import Path
 from typing import Final
 
-from shardcast.errors import MalformedError, NotFoundError
+from shardcast.errors import DiskError, MalformedError, NotFoundError
 from shardcast.protocol.documents import check_run
 from shardcast.store.files import atomic_write, disk_errors
 from shardcast.store.run import RunStore
+
+log = logging.getLogger("shardcast.store")
 
 _NODE_ID: Final = re.compile(r"^[0-9a-f]{32}\Z")
 
@@ -25,6 +28,7 @@ class Store:
         self.root = root
         self._lock = threading.Lock()
         self._runs: dict[str, RunStore] = {}
+        self._node_id: str | None = None
 
     def runs(self) -> list[str]:
         """Return the names of the runs that are here, sorted; other directories are passed over."""
@@ -59,7 +63,15 @@ class Store:
             return run
 
     def node_id(self) -> str:
-        """Return this node's identity, 32 hex digits, made once and kept in the store."""
+        """Return this node's identity, 32 hex digits, made once and kept in the store.
+
+        On a read-only store it lasts as long as this object.
+        """
+        if self._node_id is None:
+            self._node_id = self._load_node_id()
+        return self._node_id
+
+    def _load_node_id(self) -> str:
         path = self.root / ".node-id"
         with disk_errors(path, "reading"):
             try:
@@ -69,7 +81,10 @@ class Store:
         if _NODE_ID.match(text):
             return text
         text = secrets.token_hex(16)
-        atomic_write(path, text.encode("ascii") + b"\n")
+        try:
+            atomic_write(path, text.encode("ascii") + b"\n")
+        except DiskError as error:
+            log.warning("node id is not kept: %s", error)
         return text
 
     def close(self) -> None:

@@ -218,7 +218,7 @@ class StoredVersion:
             return
         if not self.complete:
             raise IntegrityError(
-                f"version {self.version.number} lacks {len(self.missing())} shards",
+                f"version {self.version.number} lacks {_shards(len(self.missing()))}",
                 source=self._name,
             )
         if durability is Durability.SYNC:
@@ -295,7 +295,7 @@ class StoredVersion:
             if whole[layout.extent(shard).file]:
                 self._states[shard] = ShardState.RECORDED.value
         if self.committed and 0 in self._states:
-            self.damaged = f"version {self.version.number} lacks {len(self.missing())} shards"
+            self.damaged = f"version {self.version.number} lacks {_shards(len(self.missing()))}"
         elif self.committed and not all(whole):
             self.damaged = f"version {self.version.number} lacks a file"
 
@@ -435,3 +435,7 @@ def make_files(version: Version, directory: Path) -> None:
                 os.close(fd)
         except OSError as error:
             raise disk_error(error, path, "staging") from error
+
+
+def _shards(count: int) -> str:
+    return "1 shard" if count == 1 else f"{count} shards"

@@ -372,6 +372,8 @@ def test_withdrawn() -> None:
         require_version(document, 2)
     assert require_version(document, None).version == 1
     assert require_version(document, 1).version == 1
+    with pytest.raises(WithdrawnError, match="every version that run 'demo' retains was withdrawn"):
+        require_version(head(versions=[ref(1)], withdrawn=[1]), None)
 
 
 def test_versions_that_are_not_there() -> None:

@@ -503,9 +503,23 @@ def test_a_store_lists_runs_and_keeps_its_node_id(tmp_path: Path) -> None:
     node = store.node_id()
     assert len(node) == 32
     assert Store(store.root).node_id() == node
+    assert store.node_id() == node
     (store.root / ".node-id").write_text("junk")
-    assert store.node_id() != node
+    assert Store(store.root).node_id() != node
     store.close()
+
+
+def test_a_node_id_that_cannot_be_kept_lasts_as_long_as_the_store_object(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise DiskError("writing failed: Read-only file system")
+
+    monkeypatch.setattr("shardcast.store.store.atomic_write", refuse)
+    store = Store(tmp_path)
+    assert store.node_id() == store.node_id()
+    assert len(store.node_id()) == 32
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_files_are_made_for_everyone_to_read(run: RunStore, sample: Sample) -> None:

@@ -1,0 +1,52 @@
+"""Shards whose record was lost although their bytes are good: hash them against their digests.
+
+The journal says which shards were verified; without it a committed version counts as lacking
+them. Where nobody can be asked for them again (an origin, an export), the bytes themselves are
+asked: BLAKE3 against the signed digests, on all cores.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from shardcast.errors import ShardcastError
+from shardcast.hashing import ShardJob, hash_shards
+from shardcast.protocol.layout import Extent
+from shardcast.store.stored import StoredVersion
+
+log = logging.getLogger("shardcast.salvage")
+
+
+def salvage(stored: StoredVersion) -> int:
+    """Record the shards of a committed version that are missing and yet good on disk. Blocking.
+
+    Returns:
+        How many were recorded. A file that is gone, short or unreadable gives none of its own.
+
+    Raises:
+        DiskError: If the journal cannot be written.
+    """
+    version = stored.version
+    if not stored.committed:
+        return 0
+    by_file: dict[int, list[Extent]] = {}
+    for shard in stored.missing():
+        extent = version.layout.extent(shard)
+        by_file.setdefault(extent.file, []).append(extent)
+    found: dict[int, bytes] = {}
+    for extents in by_file.values():
+        path = stored.directory / extents[0].path
+        try:
+            hashes = hash_shards([ShardJob(path, e.offset, e.length) for e in extents])
+        except ShardcastError as error:
+            log.warning("%s", error)
+            continue
+        for extent, hashed in zip(extents, hashes, strict=True):
+            if hashed.digest == version.digests[extent.shard]:
+                found[extent.shard] = hashed.xxh3
+    if found:
+        stored.record_all(found)
+        log.info(
+            "version %d: %d shards are good although nothing said so", version.number, len(found)
+        )
+    return len(found)
