@@ -112,7 +112,7 @@ class Handlers:
                 500, "internal", "this is a bug; the relay's log has it"
             )
         if not response.prepared:
-            common[wire.DEPTH_HEADER] = str(self._node.depth)  # a long poll may have outlived it
+            common[wire.DEPTH_HEADER] = str(self._node.depth)  # a long poll may outlive it
             response.headers.update(common)
         if self._node.draining:
             response.force_close()
@@ -160,13 +160,15 @@ class Handlers:
 
     async def _head(self, request: web.BaseRequest, run: RelayRun) -> web.Response:
         after, wait = wire.parse_wait(request.query.get("after"), request.query.get("wait"))
+        node = self._node
+        child = wire.parse_node(request.headers.get(wire.NODE_HEADER))
         if after is not None and wait and request.method == "GET":
-            node, depth = self._node, self._node.depth
             # Relays hear at once how far the origin is: what they may ask whom hangs on it.
-            from_relay = wire.NODE_HEADER in request.headers
+            known = run.told.depth(child, node.depth)
             await run.wait_head(
-                after, wait, lambda: node.draining or (from_relay and node.depth != depth)
+                after, wait, lambda: node.draining or known not in (None, node.depth)
             )
+        run.told.tell(child, node.depth)
         head = run.head
         if head is None:
             raise NotFoundError(f"run {run.name!r} has no head")

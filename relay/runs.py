@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from relay.catalog import Catalog, DataBlob, DocumentBlob, Known, Parsed, ShardBlob, parse_document
 from relay.shelf import Shelf
@@ -57,6 +57,27 @@ class Opened:
                 self.stored.release_lease()
 
 
+class ToldDepths:
+    """Which depth each relay below heard of last, for one run. Bounded."""
+
+    MOST: Final = 1024
+
+    def __init__(self) -> None:
+        self._depths: dict[str, int] = {}
+
+    def depth(self, child: str | None, now: int) -> int | None:
+        """Return what a child knows; ``now`` if it was never told; None where that is no relay."""
+        return None if child is None else self._depths.get(child, now)
+
+    def tell(self, child: str | None, depth: int) -> None:
+        """Note what a child is being told."""
+        if child is not None:
+            self._depths.pop(child, None)
+            self._depths[child] = depth
+            if len(self._depths) > self.MOST:
+                del self._depths[next(iter(self._depths))]
+
+
 class RelayRun:
     """State of one run. Used on the event loop, except where a method says that it blocks.
 
@@ -74,6 +95,7 @@ class RelayRun:
             write one claims it first, on the event loop: unverified bytes never land on verified
             ones.
         uploads: Versions that are being uploaded.
+        told: The depths that the relays below know.
     """
 
     def __init__(self, store: RunStore, clock: Callable[[], float] = time.monotonic) -> None:
@@ -88,6 +110,7 @@ class RelayRun:
         self.problem: str | None = None
         self.claims: set[tuple[int, int]] = set()
         self.uploads = 0
+        self.told = ToldDepths()
         self.refreshed = float("-inf")
         self.on_change: list[Callable[[], None]] = []
         self._clock = clock

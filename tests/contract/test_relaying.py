@@ -297,6 +297,32 @@ async def test_children_that_wait_for_a_head_hear_of_a_new_depth_at_once(tmp_pat
             assert answer["Shardcast-Depth"] == "8"
 
 
+async def test_a_depth_that_changed_between_two_long_polls_is_told_too(tmp_path: Path) -> None:
+    near, far = ScriptedParent(), ScriptedParent(extra={"Shardcast-Depth": "7"})
+    envelope = make_head(VERSION)
+    for parent in (near, far):
+        parent.serve(envelope, VERSION)
+    head, me = f"/v1/{RUN}/head", {"Shardcast-Node": "ab" * 16}
+
+    async def depth(url: str, wanted: str) -> bool:
+        return (await http(url, "/healthz"))["Shardcast-Depth"] == wanted
+
+    async with (
+        near.running(),
+        far.running(),
+        running(config(tmp_path / "p", near.url, far.url)) as url,
+    ):
+        await eventually(lambda: depth(url, "1"))
+        await wait_head(url)
+        assert (await http(url, head, headers=me))["Shardcast-Depth"] == "1"
+        near.alive = False
+        near.cut()
+        await eventually(lambda: depth(url, "8"))
+        async with asyncio.timeout(5):
+            answer = await http(url, f"{head}?after={10**15}&wait=25", headers=me)
+        assert answer["Shardcast-Depth"] == "8"
+
+
 async def test_a_parent_at_the_deepest_level_is_not_taken(tmp_path: Path) -> None:
     parent = ScriptedParent(extra={"Shardcast-Depth": "16"})
     parent.serve(make_head(VERSION), VERSION)
