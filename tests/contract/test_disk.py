@@ -171,6 +171,18 @@ async def test_a_version_that_is_evicted_is_404_at_an_origin_and_the_head_is_cur
         assert (await http(url, path_of(new.shards[0]))).status == 200
 
 
+async def test_an_origin_that_lost_its_journal_serves_what_is_good(tmp_path: Path) -> None:
+    files = {"a": noise(2 * SHARD, 1)}
+    await asyncio.to_thread(publish, tmp_path / "s", tmp_path / "c", files)
+    (journal,) = (tmp_path / "s").rglob("*.shards")
+    journal.unlink()
+    version = make_version(1, files)
+    async with running(config(tmp_path / "s")) as url:
+        await wait_ready(url)
+        for digest in version.shards:
+            assert (await http(url, path_of(digest))).body == version.blobs[digest]
+
+
 async def test_prefetch_deltas_then_demand(tmp_path: Path) -> None:
     parent = ScriptedParent()
     parent.serve(make_head(VERSION), VERSION)
