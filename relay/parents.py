@@ -186,6 +186,10 @@ class Sources:
         rates = [s.rating(url).bandwidth for s in list(self._selectors.values())]
         return max((rate for rate in rates if rate is not None), default=None)
 
+    def banned(self, url: str) -> bool:
+        """Say whether a parent is left alone, for some run, because it sent a wrong blob."""
+        return any(s.rating(url).banned for s in list(self._selectors.values()))
+
     def close(self) -> None:
         """End everything in flight and close all connections. Blocks for a moment."""
         for source in (*self.direct.values(), *self.aside.values(), *self.lateral.values()):

@@ -32,6 +32,7 @@ def status_document(node: Node, clients: Clients) -> dict[str, Any]:
     if node.sources is not None:
         for parent in parents:
             parent["bytes_per_s"] = node.sources.rate(str(parent["url"]))
+            parent["banned"] = node.sources.banned(str(parent["url"]))
     return {
         "software": f"shardcast/{shardcast.__version__}",
         "node": node.identity.node,

@@ -1,6 +1,7 @@
 """Fills: cut-through, the held-back tail, single flight, wrong and missing bytes."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -132,6 +133,27 @@ async def test_a_source_of_a_wrong_blob_is_left_alone(tmp_path: Path) -> None:
         for digest in VERSION.shards:
             assert (await http(url, path_of(digest))).body == VERSION.blobs[digest]
     assert bad.count(VERSION.shards) <= 4  # what was in flight when the first was found out
+
+
+async def test_of_two_parents_the_one_that_sends_wrong_bytes_is_banned_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    version = make_version(1, {"model": noise(40 * SHARD)})
+    good, bad = ScriptedParent(), ScriptedParent()
+    envelope = make_head(version)
+    for parent in (good, bad):
+        parent.serve(envelope, version)
+    for digest in version.shards:
+        bad.blobs[digest] = bytes(len(version.blobs[digest]))
+    async with good.running(), bad.running():
+        async with running(config(tmp_path / "r", good.url, bad.url)) as url:
+            await wait_ready(url)
+            for digest in version.shards:
+                assert digest_of((await http(url, path_of(digest))).body) == digest
+            parents = json.loads((await http(url, "/v1/status")).body)["parents"]
+        assert bad.count(version.shards) <= 8  # what was in flight when the first one was seen
+        assert {p["url"] for p in parents if p["banned"]} == {bad.url}
+        assert any(bad.url in r.message and "wrong blob" in r.message for r in caplog.records)
 
 
 async def test_one_flipped_bit_of_the_only_parent_costs_one_shard(tmp_path: Path) -> None:
