@@ -28,6 +28,7 @@ from shardcast.errors import (
     NetworkError,
     NotFoundError,
     SourceStatusError,
+    StallError,
     UsageError,
     WithdrawnError,
 )
@@ -55,6 +56,8 @@ __all__ = [
 
 _UNKNOWN_RUN_S: Final = 3.0
 """A relay that was just started learns its runs within this; then 404 everywhere is an answer."""
+_UNREACHABLE_S: Final = 15.0
+"""A relay that is restarted listens again within this; then nobody is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +260,8 @@ class Worker:
                 return min(_UNKNOWN_RUN_S, self.options.config.give_up_after_s)
             if not needed:
                 return 0.0
+            if not any(isinstance(e, (SourceStatusError, StallError)) for e in errors.values()):
+                return min(_UNREACHABLE_S, self.options.config.give_up_after_s)
         return self.options.config.give_up_after_s
 
     # --- follow -----------------------------------------------------------------------------
