@@ -14,6 +14,7 @@ from typing import Final
 
 import msgspec
 
+from shardcast.announcing import issue_for, publishing, require_owner
 from shardcast.errors import IntegrityError, MalformedError, ModifiedError, NotFoundError
 from shardcast.hashing import ShardJob, hash_shards
 from shardcast.origin_client import Body, OriginClient
@@ -23,18 +24,15 @@ from shardcast.protocol.envelope import Signer, seal
 from shardcast.protocol.head import Head, encode_head
 from shardcast.protocol.layout import Layout, decode_layout, encode_layout
 from shardcast.protocol.limits import ONE_SHOT_EXPIRY_MS
-from shardcast.publisher import (
+from shardcast.publishing import (
     Documents,
     Published,
     PublishObserver,
     PublishOptions,
     SilentObserver,
     documents_of,
-    issue_for,
     plan_layout,
-    publishing,
     reference,
-    require_owner,
     settled_selection,
 )
 from shardcast.sharing import Stopping, share_out

@@ -36,7 +36,7 @@ def amend_head(
     if to is not None and store is not None:
         raise UsageError("give either --store or --to, not both")
     if to is None:
-        from shardcast.publisher import amend
+        from shardcast.announcing import amend
 
         opened = open_store(store).run(run)
         return amend(opened, load_signers(key, unix_ms()), unix_ms, change)

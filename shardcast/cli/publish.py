@@ -30,7 +30,7 @@ from shardcast.errors import UsageError
 
 if TYPE_CHECKING:
     from shardcast.keys import Ed25519Signer
-    from shardcast.publisher import Published, PublishOptions
+    from shardcast.publishing import Published, PublishOptions
     from shardcast.sources import Selection
 
 WHAT: Final = "What"
@@ -137,7 +137,8 @@ def publish(
 
     Without options: run `default`, store and key in the XDG directories, made where missing.
     """
-    from shardcast.publisher import PublishOptions, publish_directory, require_apart
+    from shardcast.publisher import publish_directory, require_apart
+    from shardcast.publishing import PublishOptions
     from shardcast.store.stored import Durability
 
     if to is not None and store is not None:

@@ -15,7 +15,8 @@ from shardcast.protocol.envelope import encode_key, seal
 from shardcast.protocol.head import DeltaRef, Head, OpenRef, VersionRef, encode_head
 from shardcast.protocol.layout import FileEntry, Layout, encode_layout, encode_part, split_parts
 from shardcast.protocol.manifest import encode_manifest
-from shardcast.publisher import PublishOptions, publish_directory
+from shardcast.publisher import publish_directory
+from shardcast.publishing import PublishOptions
 from shardcast.store.store import Store
 from shardcast.store.stored import Durability
 

@@ -20,7 +20,7 @@ from shardcast.protocol import succession
 from shardcast.protocol.digest import digest_of
 from shardcast.protocol.envelope import open_unverified
 from shardcast.protocol.head import Head, decode_head
-from shardcast.publisher import PublishOptions, SilentObserver
+from shardcast.publishing import PublishOptions, SilentObserver
 from shardcast.store.run import RunStore
 from shardcast.store.store import Store
 from shardcast.uploader import amend_remote, publish_remote

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from shardcast import keys
-from shardcast.publisher import PublishOptions, publish_directory
+from shardcast.publisher import publish_directory
+from shardcast.publishing import PublishOptions
 from shardcast.store.store import Store
 
 pytestmark = pytest.mark.interop

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 import xxhash
 
-from shardcast import keys, publisher, verify
+from shardcast import keys, publisher, publishing, verify
 from shardcast.export import export_run
 from shardcast.protocol.digest import digest_of
 from shardcast.protocol.envelope import open_unverified, seal
@@ -27,7 +27,7 @@ def run(tmp_path: Path) -> RunStore:
     (ckpt / "model.bin").write_bytes(b"1" * 2 * SHARD)
     signer = keys.load_signer(keys.generate(tmp_path / "keys")[0])
     store = RunStore(tmp_path / "store/policy", "policy")
-    options = publisher.PublishOptions(source=ckpt, include=["*.bin"])
+    options = publishing.PublishOptions(source=ckpt, include=["*.bin"])
     publisher.publish_directory(options, store, [signer], lambda: NOW)
     shards = [bytes([65 + n]) * SHARD for n in range(3)]
     layout = Layout(

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shardcast import keys, publisher
+from shardcast import announcing, keys
 from shardcast.cli.output import EVENT_MEMBERS, unix_ms
 from shardcast.cli.serving import make_view, servable_head
 from shardcast.config import NetConfig
@@ -129,9 +129,9 @@ def test_an_expired_head_is_refused_unless_accepted(
     (store / "policy/state/trust.json").unlink()
     (store / "policy/head.json").rename(tmp_path / "head")
     head = decode_head(open_unverified((tmp_path / "head").read_bytes())[1])
-    issue = publisher.issue_for("policy", [signer], unix_ms() - week_ago, 1000)
+    issue = announcing.issue_for("policy", [signer], unix_ms() - week_ago, 1000)
     old = msgspec.structs.replace(head, sequence=1)
-    publisher.announce(run, renewed(old, issue), [signer], issue)
+    announcing.announce(run, renewed(old, issue), [signer], issue)
     ran = pull("--json")
     assert ran.code == 12
     assert ran.event("error")["code"] == "expired"

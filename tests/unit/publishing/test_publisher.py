@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 
-from shardcast import keys, publisher
+from shardcast import announcing, keys, publisher
 from shardcast.errors import (
     BusyError,
     DiskFullError,
@@ -27,7 +27,8 @@ from shardcast.hashing import ShardHash, ShardJob, hash_shards
 from shardcast.protocol import succession, trust
 from shardcast.protocol.envelope import Signer, encode_key, open_unverified
 from shardcast.protocol.head import Head, decode_head
-from shardcast.publisher import PublishOptions, publish_directory
+from shardcast.publisher import publish_directory
+from shardcast.publishing import PublishOptions
 from shardcast.store.run import RunStore
 from shardcast.store.stored import Durability
 from tests.unit.publishing.conftest import START_MS, Clock
@@ -233,7 +234,7 @@ def test_a_copy_does_not_care_what_happens_to_the_source_later(
 _KILL_SCRIPT = """
 import os, signal, sys
 from pathlib import Path
-from shardcast import keys, publisher
+from shardcast import keys, publisher, publishing
 from shardcast.store.run import RunStore
 from shardcast.store.store import Store
 
@@ -254,7 +255,7 @@ setattr(owner, name, die)
 signers = keys.load_signers(Path(key), 0)
 run = Store(Path(store)).run("default")
 publisher.publish_directory(
-    publisher.PublishOptions(source=Path(source)), run, signers, lambda: 1_800_000_100_000
+    publishing.PublishOptions(source=Path(source)), run, signers, lambda: 1_800_000_100_000
 )
 """
 
@@ -324,7 +325,7 @@ def test_a_publisher_that_waits_too_long_is_refused_with_the_holders_pid(
     clock: Clock,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(publisher, "LOCK_WAIT_S", 0.0)
+    monkeypatch.setattr(announcing, "LOCK_WAIT_S", 0.0)
     with run.lock("publish"), pytest.raises(BusyError, match=f"process {os.getpid()}"):
         publish_directory(
             PublishOptions(source=checkpoint), RunStore(run.root, run.run), [signer], clock
@@ -376,7 +377,7 @@ def test_withdraw_moves_the_head_to_the_newest_that_is_left(
         publish_directory(PublishOptions(source=checkpoint), run, [signer], clock)
 
     def withdraw(version: int) -> Head:
-        return publisher.amend(
+        return announcing.amend(
             run, [signer], clock, lambda h, i: succession.with_withdrawn(h, i, version)
         )
 
@@ -396,11 +397,11 @@ def test_hold_is_set_and_lifted(
     checkpoint: Path, run: RunStore, signer: Signer, clock: Clock
 ) -> None:
     with pytest.raises(NotFoundError, match="no head yet"):
-        publisher.amend(run, [signer], clock, lambda h, i: succession.with_hold(h, i, hold=True))
+        announcing.amend(run, [signer], clock, lambda h, i: succession.with_hold(h, i, hold=True))
     publish_directory(PublishOptions(source=checkpoint), run, [signer], clock)
-    publisher.amend(run, [signer], clock, lambda h, i: succession.with_hold(h, i, hold=True))
+    announcing.amend(run, [signer], clock, lambda h, i: succession.with_hold(h, i, hold=True))
     assert head_of(run).hold
-    publisher.amend(run, [signer], clock, lambda h, i: succession.with_hold(h, i, hold=False))
+    announcing.amend(run, [signer], clock, lambda h, i: succession.with_hold(h, i, hold=False))
     assert not head_of(run).hold
 
 

@@ -1,0 +1,125 @@
+"""Heads of a run in a local store: who may sign the next one, and the commit point."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
+
+from shardcast.errors import (
+    BusyError,
+    NotFoundError,
+    UnknownKeyError,
+)
+from shardcast.protocol import succession, trust
+from shardcast.protocol.envelope import Signer, encode_key, key_id, seal
+from shardcast.protocol.head import Head, encode_head
+from shardcast.protocol.limits import (
+    ONE_SHOT_EXPIRY_MS,
+)
+from shardcast.publishing import PublishObserver, SilentObserver
+from shardcast.store.run import RunStore
+
+LOCK_WAIT_S: Final = 600.0
+"""How long a publisher waits for another one of the same run."""
+
+
+@contextlib.contextmanager
+def publishing(run: RunStore, watch: PublishObserver) -> Iterator[None]:
+    """Keep other publishers of the run out, waiting for the one that is at work."""
+    lock = run.lock("publish", what=f"publishing to run {run.run!r}")
+    try:
+        lock.acquire()
+    except BusyError as busy:
+        watch.waiting(f"{busy.message}; waiting for it")
+        lock.acquire(wait_s=LOCK_WAIT_S)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def last_head(run: RunStore, signers: Sequence[Signer], now_ms: int) -> Head | None:
+    """Return the run's head, after checking that our keys may sign the next one.
+
+    Raises:
+        UnknownKeyError: If the run belongs to another key.
+        MalformedError, TrustError: If the stored head is not what was accepted last.
+    """
+    state = run.read_trust()
+    data = run.read_head()
+    if data is None:
+        return None
+    if state is None:  # killed between the first head and its trust
+        state = trust.fresh(run.run, [signer.public_key for signer in signers])
+    accepted = trust.accept(state, data, now_ms)
+    require_owner(accepted.state, signers, source=str(run.root))
+    return accepted.head
+
+
+def require_owner(state: trust.TrustState, signers: Sequence[Signer], *, source: str) -> None:
+    """Check that one of our keys is trusted for the run.
+
+    Raises:
+        UnknownKeyError: If none is: readers would refuse the head.
+    """
+    if any(encode_key(signer.public_key) in state.keys for signer in signers):
+        return
+    ours = key_id(signers[0].public_key)[:16]
+    if encode_key(signers[0].public_key) in state.retired:
+        raise UnknownKeyError(
+            f"key {ours} was rotated out of run {state.run!r}: use the key it was rotated to",
+            source=source,
+        )
+    raise UnknownKeyError(
+        f"run {state.run!r} belongs to another key than {ours}: give it with --key, "
+        "or publish under another run name",
+        source=source,
+    )
+
+
+def issue_for(run: str, signers: Sequence[Signer], now_ms: int, expiry_ms: int) -> succession.Issue:
+    """Return what the next head takes from us: the first signer's key is the one to trust."""
+    return succession.Issue(
+        run=run, now_ms=now_ms, keys=(signers[0].public_key,), expiry_ms=expiry_ms
+    )
+
+
+def announce(
+    run: RunStore, head: Head, signers: Sequence[Signer], issue: succession.Issue
+) -> bytes:
+    """Sign a head, check it as a reader will, and replace the stored one: the commit point.
+
+    Raises:
+        TrustError: If readers that follow this store would refuse it; nothing is changed then.
+    """
+    envelope = seal(encode_head(head), signers)
+    state = run.read_trust() or trust.fresh(run.run, [s.public_key for s in signers])
+    accepted = trust.accept(state, envelope, issue.now_ms)
+    run.write_head(envelope)
+    run.write_trust(accepted.state)
+    return envelope
+
+
+def amend(
+    run: RunStore,
+    signers: Sequence[Signer],
+    now_ms: Callable[[], int],
+    change: Callable[[Head, succession.Issue], Head],
+) -> Head:
+    """Replace the head of a local run by a changed one (withdraw, hold, renew).
+
+    Raises:
+        NotFoundError: If the run has no head.
+        TrustError: If the run belongs to another key.
+        BusyError: If a publisher of the run does not end within ten minutes.
+    """
+    with publishing(run, SilentObserver()):
+        now = now_ms()
+        head = last_head(run, signers, now)
+        if head is None:
+            raise NotFoundError(f"run {run.run!r} has no head yet", source=str(run.root))
+        issue = issue_for(run.run, signers, now, ONE_SHOT_EXPIRY_MS)
+        changed = change(head, issue)
+        announce(run, changed, signers, issue)
+        return changed
