@@ -7,11 +7,13 @@ cache to the socket (which needs the stock asyncio loop; docs/adr/0005).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import functools
 import json
 import os
-from collections.abc import Mapping
+import socket
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -27,8 +29,8 @@ from shardcast.store.files import MEMORY_FILE_SYSTEMS, file_system_of_device
 SERVER: Final = f"shardcast/{shardcast.__version__}"
 JSON_TYPE: Final = "application/json"
 
-_PIECE_BYTES: Final = 4 * MIB
-"""What one readiness check of the page cache covers, and how much is read ahead at once."""
+_PIECE_BYTES: Final = 16 * MIB
+"""What one readiness check of the page cache covers, and how much is read ahead at once: a shard."""
 _PROBES: Final = 4
 _READ_AHEAD_STEP: Final = 512 * 1024
 
@@ -182,7 +184,8 @@ async def send_file(
             raise ConnectionResetError("client is gone")
         try:
             file: Any = _Descriptor(fd)
-            sent = await loop.sendfile(transport, file, offset, size, fallback=False)
+            with _corked(transport):
+                sent = await loop.sendfile(transport, file, offset, size, fallback=False)
         except (RuntimeError, asyncio.SendfileNotAvailableError) as error:
             # asyncio hides the error of a first sendfile; nearly always the client has gone.
             raise ConnectionResetError("client is gone") from error
@@ -194,6 +197,27 @@ async def send_file(
             raise AbortedResponseError(f"file ended {size - sent} bytes early")
         offset += size
         count -= size
+
+
+@contextlib.contextmanager
+def _corked(transport: asyncio.BaseTransport) -> Iterator[None]:
+    """Send full segments only while the block runs, then what is left (tcp(7), TCP_CORK).
+
+    sendfile moves 64 KiB at a time, and TCP_NODELAY, which aiohttp sets, would end each of them
+    with a small segment of its own: twice the packets over loopback.
+    """
+    sock = transport.get_extra_info("socket")
+    _cork(sock, 1)
+    try:
+        yield
+    finally:
+        _cork(sock, 0)
+
+
+def _cork(sock: Any, value: int) -> None:
+    if sock is not None and hasattr(socket, "TCP_CORK"):
+        with contextlib.suppress(OSError):  # the client is gone: sendfile says so
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, value)
 
 
 def in_page_cache(fd: int, offset: int, count: int) -> bool:
