@@ -7,10 +7,8 @@ directory never sees a head whose blobs are not there. Every blob is verified wh
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import os
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +23,7 @@ from shardcast.protocol.envelope import open_unverified
 from shardcast.protocol.head import Head, decode_head
 from shardcast.protocol.manifest import Version
 from shardcast.salvage import salvage
+from shardcast.sharing import Stopping, share_out
 from shardcast.store.files import (
     atomic_write,
     disk_errors,
@@ -186,23 +185,25 @@ def _blobs_in(directory: Path) -> Iterator[tuple[str, int]]:
 
 
 def _copy_all(copies: tuple[BlobCopy, ...], blobs: Path, progress: Progress, threads: int) -> None:
-    stop = threading.Event()
-    pool = concurrent.futures.ThreadPoolExecutor(threads, thread_name_prefix="export")
-    try:
-        jobs = [pool.submit(_copy, copy, blobs, progress, stop) for copy in copies]
-        for job in concurrent.futures.as_completed(jobs):
-            job.result()
-    finally:
-        stop.set()
-        pool.shutdown(cancel_futures=True)
+    def write(buffer: memoryview, copy: BlobCopy, stopping: Stopping) -> None:
+        _copy(copy, blobs, buffer, progress, stopping)
+
+    share_out(
+        copies,
+        write,
+        threads=min(threads, len(copies)),
+        tool=lambda: contextlib.nullcontext(memoryview(bytearray(CHUNK_BYTES))),
+        name="export",
+    )
 
 
-def _copy(copy: BlobCopy, blobs: Path, progress: Progress, stop: threading.Event) -> None:
+def _copy(
+    copy: BlobCopy, blobs: Path, buffer: memoryview, progress: Progress, stopping: Stopping
+) -> None:
     """Write one blob under its name, once all its bytes have its digest."""
     target = blobs / f"{copy.digest}.bin"
     temporary = temporary_beside(target)
     hasher = blake3()
-    buffer = memoryview(bytearray(min(CHUNK_BYTES, max(copy.length, 1))))
     with contextlib.ExitStack() as cleanup, disk_errors(target, "exporting"):
         source_fd = os.open(copy.source, os.O_RDONLY | os.O_CLOEXEC)
         cleanup.callback(os.close, source_fd)
@@ -210,7 +211,7 @@ def _copy(copy: BlobCopy, blobs: Path, progress: Progress, stop: threading.Event
         cleanup.callback(os.close, fd)
         cleanup.callback(temporary.unlink, missing_ok=True)
         done = 0
-        while done < copy.length and not stop.is_set():
+        while done < copy.length and not stopping():
             piece = buffer[: min(len(buffer), copy.length - done)]
             got = read_into(source_fd, piece, copy.offset + done)
             hasher.update(piece[:got])
@@ -219,7 +220,7 @@ def _copy(copy: BlobCopy, blobs: Path, progress: Progress, stop: threading.Event
             done += got
             if got < len(piece):
                 break
-        if stop.is_set():
+        if stopping():
             return
         if hasher.hexdigest() != copy.digest:
             raise IntegrityError(
