@@ -1,8 +1,10 @@
 """One version's files on disk, staged or committed, and which of its shards are good.
 
 Life of a version: *staged* under ``state/staging/{N}`` while shards arrive, each recorded in the
-journal once its bytes were verified; *committed* by one rename to ``versions/{N}``. Descriptors
-are opened relative to the directory's own descriptor, so they survive that rename.
+journal once its bytes were verified; *committed* by one rename to ``versions/{N}``. Files are
+opened relative to the directory's own descriptor, so they survive that rename. That descriptor is
+open while it is used or a lease is held; otherwise it may be closed and opened again, by name, if
+the name still leads to the same directory.
 
 Crash windows of ``commit``: before the rename the version is staged and resumes from its
 journal; after it the version is committed. With ``Durability.SYNC`` files and journal are on
@@ -13,17 +15,25 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import errno
 import fcntl
 import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 import xxhash
 
 from shardcast.errors import BusyError, IntegrityError, ModifiedError, StateError
 from shardcast.protocol.layout import Extent
 from shardcast.protocol.manifest import Version
+from shardcast.store.descriptors import (
+    OUT_OF_DESCRIPTORS,
+    SHARED,
+    DescriptorPool,
+    PooledDescriptor,
+)
 from shardcast.store.files import (
     COPY_CHUNK_BYTES,
     MEMORY_FILE_SYSTEMS,
@@ -40,6 +50,8 @@ from shardcast.store.files import (
 )
 from shardcast.store.journal import ShardJournal
 from shardcast.store.locks import try_lock
+
+_DIRECTORY_FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 class Durability(enum.StrEnum):
@@ -71,7 +83,13 @@ class StoredVersion:
     """
 
     def __init__(
-        self, version: Version, directory: Path, journal: ShardJournal, *, committed: bool
+        self,
+        version: Version,
+        directory: Path,
+        journal: ShardJournal,
+        *,
+        committed: bool,
+        pool: DescriptorPool = SHARED,
     ) -> None:
         self.version = version
         self.directory = directory
@@ -81,8 +99,12 @@ class StoredVersion:
         self._lock = threading.Lock()
         self._unsharing = threading.Lock()
         self._leases = 0
-        with disk_errors(directory, "opening"):
-            self._directory_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._lease_fd = -1
+        self._target: Path | None = None
+        self._identity: tuple[int, int] | None = None
+        self._handle = PooledDescriptor(self._open_directory, pool)
+        with disk_errors(directory, "opening"), self._handle.use():
+            self._openings = self._handle.opened
         self._states = bytearray(version.layout.shard_count)
         self._stamps = [self._stamp(file) for file in range(len(version.layout.files))]
         self._load_states()
@@ -123,10 +145,10 @@ class StoredVersion:
     def alive(self) -> bool:
         """Whether the directory still has its name (no other process evicted it)."""
         try:
-            here, named = os.fstat(self._directory_fd), os.stat(self.directory)
+            named = os.stat(self.directory)
         except OSError:
             return False
-        return (here.st_dev, here.st_ino) == (named.st_dev, named.st_ino)
+        return (named.st_dev, named.st_ino) == self._identity
 
     # --- reading and writing ----------------------------------------------------------------
 
@@ -143,7 +165,8 @@ class StoredVersion:
             if writable:
                 self._unshare(path)
             flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW
-            return os.open(path, flags, dir_fd=self._directory_fd)
+            with self._handle.use() as here:
+                return os.open(path, flags, dir_fd=here)
 
     def confirm(self, shard: int) -> bool:
         """Say whether a shard is good on disk now; call it before serving or using one.
@@ -162,7 +185,9 @@ class StoredVersion:
         extent = self.version.layout.extent(shard)
         if self.committed:
             self._notice_change(extent.file)
-            state = self._states[shard]
+        else:
+            self._notice_reopening()
+        state = self._states[shard]
         if state == ShardState.VERIFIED.value:
             return True
         expected = self._journal.entries.get(shard)
@@ -227,6 +252,7 @@ class StoredVersion:
             target.parent.mkdir(parents=True, exist_ok=True)
             if target.exists():
                 raise StateError("a version of that number is already there", source=str(target))
+            self._target = target
             os.rename(self.directory, target)
             if durability is Durability.SYNC:
                 fsync_directory(target.parent)
@@ -256,8 +282,12 @@ class StoredVersion:
             BusyError: If the version is being evicted at this moment.
         """
         with self._lock:
-            if self._leases == 0 and not try_lock(self._directory_fd, exclusive=False):
-                raise BusyError("the version is being evicted", source=self._name)
+            if self._leases == 0:
+                fd = self._handle.acquire()
+                if not try_lock(fd, exclusive=False):
+                    self._handle.release()
+                    raise BusyError("the version is being evicted", source=self._name)
+                self._lease_fd = fd
             self._leases += 1
 
     def release_lease(self) -> None:
@@ -265,7 +295,8 @@ class StoredVersion:
         with self._lock:
             self._leases -= 1
             if self._leases == 0:
-                fcntl.flock(self._directory_fd, fcntl.LOCK_UN)
+                fcntl.flock(self._lease_fd, fcntl.LOCK_UN)
+                self._handle.release()
 
     @property
     def leased(self) -> bool:
@@ -275,15 +306,44 @@ class StoredVersion:
     def close(self) -> None:
         """Close the descriptors that this object holds."""
         self._journal.close()
-        if self._directory_fd >= 0:
-            os.close(self._directory_fd)
-            self._directory_fd = -1
+        self._handle.close()
 
     # --- inner workings ---------------------------------------------------------------------
 
     @property
     def _name(self) -> str:
         return str(self.directory)
+
+    def _open_directory(self) -> int:
+        """Open the directory; the second time only if it is the same one.
+
+        A rename by this process may be under way: then it has its new name already.
+        """
+        try:
+            fd = os.open(self.directory, _DIRECTORY_FLAGS)
+        except FileNotFoundError:
+            if self._target is None:
+                raise
+            fd = os.open(self._target, _DIRECTORY_FLAGS)
+        found = os.fstat(fd)
+        identity = (found.st_dev, found.st_ino)
+        if self._identity not in (None, identity):
+            os.close(fd)
+            raise FileNotFoundError(errno.ENOENT, "another directory has taken its place")
+        self._identity = identity
+        return fd
+
+    def _notice_reopening(self) -> None:
+        """Trust nothing in a staged version whose directory was closed meanwhile.
+
+        Another process may have put a new one in its place that got the same inode number.
+        """
+        if self._openings != self._handle.opened:
+            with self._lock:
+                self._openings = self._handle.opened
+                for shard, state in enumerate(self._states):
+                    if state == ShardState.VERIFIED.value:
+                        self._states[shard] = ShardState.RECORDED.value
 
     def _load_states(self) -> None:
         layout = self.version.layout
@@ -300,13 +360,13 @@ class StoredVersion:
             self.damaged = f"version {self.version.number} lacks a file"
 
     def _stamp(self, file: int) -> tuple[int, int, int] | None:
+        path = self.version.layout.files[file].path
         try:
-            stat = os.stat(
-                self.version.layout.files[file].path,
-                dir_fd=self._directory_fd,
-                follow_symlinks=False,
-            )
-        except OSError:
+            with self._handle.use() as here:
+                stat = os.stat(path, dir_fd=here, follow_symlinks=False)
+        except OSError as error:
+            if error.errno in OUT_OF_DESCRIPTORS:  # says nothing about the file
+                raise disk_error(error, self.directory / path, "looking at") from error
             return None
         return stat.st_size, stat.st_mtime_ns, stat.st_ino
 
@@ -330,7 +390,8 @@ class StoredVersion:
         path = self.version.layout.files[extent.file].path
         with disk_errors(self.directory / path, "reading"):
             try:
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._directory_fd)
+                with self._handle.use() as here:
+                    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=here)
             except (FileNotFoundError, NotADirectoryError):
                 return None
             try:
