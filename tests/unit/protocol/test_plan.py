@@ -1,8 +1,21 @@
 """Plans as values."""
 
+import pytest
+
+from shardcast.protocol.delta import DeltaBlob, DeltaPart
 from shardcast.protocol.layout import Layout
 from shardcast.protocol.manifest import Version
-from shardcast.protocol.plan import FileReuse, Holding, ShardCopy, ShardFetch, plan_version
+from shardcast.protocol.plan import (
+    WASTE_SHARE,
+    Delta,
+    DeltaFetch,
+    FileReuse,
+    Holding,
+    ShardCopy,
+    ShardFetch,
+    plan_version,
+    worth_switching,
+)
 from tests.unit.protocol.facts import KIB_256, A, B, C, D, layout
 
 S = KIB_256
@@ -94,3 +107,111 @@ def test_a_digest_of_another_length_is_no_source() -> None:
 def test_a_version_without_shards() -> None:
     plan = plan_version(version(2, layout([("a", 0)])), [], [Holding(NEW, [0, 1, 2])])
     assert not plan.files + plan.copies + plan.fetches + plan.repeats + plan.unknown
+
+
+# --- deltas -----------------------------------------------------------------------------------
+
+
+def blob(name: str, *frames: tuple[int, int]) -> DeltaBlob:
+    return DeltaBlob(digest=name * 64, bytes=sum(size for _, size in frames), frames=list(frames))
+
+
+def delta(base: int | None, *blobs: DeltaBlob, first: int = 0) -> Delta:
+    part = DeltaPart(layout=E, base=D, codec="test", first_shard=first, blobs=list(blobs))
+    return Delta(base, part)
+
+
+BASE = version(1, layout([("a", 2 * S), ("b", S)], version=1), D, D, E)
+ONE, TWO = blob("1", (1, 10), (1, 20)), blob("2", (1, 30))
+
+
+def test_a_delta_replaces_the_shards_it_rebuilds() -> None:
+    plan = plan_version(NEW, [], [Holding(BASE, [0, 1, 2])], [delta(1, ONE, TWO)])
+    extents = [TWO_FILES.extent(shard) for shard in range(3)]
+    assert plan.deltas == (
+        DeltaFetch(1, ONE, 0, tuple(extents[:2])),
+        DeltaFetch(1, TWO, 2, (extents[2],)),
+    )
+    assert (plan.fetches, plan.fetch_bytes) == ((), 60)
+
+
+def test_verified_shards_of_an_unfinished_base_count() -> None:
+    plan = plan_version(NEW, [], [Holding(BASE, [0, 2])], [delta(1, ONE, TWO)])
+    assert [fetch.blob for fetch in plan.deltas] == [TWO]
+    assert [fetch.digest for fetch in plan.fetches] == [A, B]
+
+
+@pytest.mark.parametrize(
+    ("base", "verified"),
+    [
+        (version(1, layout([("other", 2 * S)], version=1), D, D), [0, 1]),  # no such file
+        (version(7, layout([("a", 2 * S)], version=7), D, D), [0, 1]),  # another version
+        (version(1, layout([("a", S + 1)], version=1), D, D), [0]),  # overlaps what is not here
+    ],
+)
+def test_a_delta_without_its_base_is_none(base: Version, verified: list[int]) -> None:
+    plan = plan_version(NEW, [], [Holding(base, verified)], [delta(1, ONE)])
+    assert not plan.deltas
+    assert [fetch.digest for fetch in plan.fetches] == [A, B, C]
+
+
+def test_a_base_may_be_cut_into_other_shards_and_be_shorter() -> None:
+    finer = version(1, layout([("a", S + 5)], version=1, shard_bytes=S // 2), D, D, D)
+    found = plan_version(NEW, [], [Holding(finer, [0, 1, 2])], [delta(1, ONE)])
+    assert [fetch.blob for fetch in found.deltas] == [ONE]
+    assert not plan_version(NEW, [], [Holding(finer, [0, 2])], [delta(1, ONE)]).deltas
+
+
+def test_a_compressed_copy_needs_no_base() -> None:
+    plan = plan_version(NEW, [0], [], [delta(None, ONE)])
+    assert plan.deltas == (DeltaFetch(None, ONE, 0, (TWO_FILES.extent(1),)),)
+    assert [fetch.digest for fetch in plan.fetches] == [C]
+
+
+def test_a_delta_that_is_no_cheaper_is_not_used() -> None:
+    held = [Holding(BASE, [0, 1, 2])]
+    assert not plan_version(NEW, [0], held, [delta(1, blob("1", (1, S), (1, 1)))]).deltas
+    assert not plan_version(NEW, [0, 1], held, [delta(1, ONE)]).deltas
+
+
+def test_what_reaches_beyond_the_layout_is_not_used() -> None:
+    held = [Holding(BASE, [0, 1, 2])]
+    plan = plan_version(NEW, [], held, [delta(1, TWO, blob("3", (3, 1)), first=1)])
+    assert [(fetch.blob, fetch.first_shard) for fetch in plan.deltas] == [(TWO, 1)]
+
+
+def test_another_shard_with_a_rebuilt_digest_is_a_repeat() -> None:
+    same = version(2, TWO_FILES, A, A, A)
+    plan = plan_version(same, [], [Holding(BASE, [0, 1, 2])], [delta(1, TWO, first=0)])
+    assert plan.deltas == (DeltaFetch(1, TWO, 0, (TWO_FILES.extent(0),)),)
+    assert plan.repeats == (
+        ShardCopy(TWO_FILES.extent(1), 2, TWO_FILES.extent(0)),
+        ShardCopy(TWO_FILES.extent(2), 2, TWO_FILES.extent(0)),
+    )
+    assert not plan.fetches
+
+
+# --- which version first ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("left", "fresh", "wasted", "spent", "switch"),
+    [
+        (100, 100, 0, 0, True),  # nothing was here yet
+        (100, 100, 10**9, 10**9, True),  # nothing more is wasted then, whatever was before
+        (60, 60, 0, 40, True),  # all that was verified counts for the newer one, too
+        (60, 1, 0, 40, True),
+        (75, 100, 0, 25, True),  # a fifth of 125 is thrown away
+        (74, 100, 0, 26, False),  # too much
+        (90, 100, 14, 24, True),
+        (90, 100, 15, 24, False),  # too much, with what was thrown away before
+        (5, 6, 30, 195, True),  # each switch cost a little, most of what came counts still
+        (0, 100, 0, 100, False),
+        (0, 0, 0, 0, True),
+    ],
+)
+def test_a_newer_version_wins_where_it_costs_little(
+    left: int, fresh: int, wasted: int, spent: int, *, switch: bool
+) -> None:
+    assert WASTE_SHARE == 0.2
+    assert worth_switching(left, fresh, wasted_bytes=wasted, spent_bytes=spent) is switch
