@@ -31,7 +31,8 @@ from shardcast.protocol.plan import FileReuse, Holding, Plan, ShardCopy, plan_ve
 from shardcast.pulling import ExtentSink, FetchPool
 from shardcast.store.files import COPY_CHUNK_BYTES, disk_errors, read_into, write_all
 from shardcast.store.run import RunStore
-from shardcast.store.stored import ShardState, StoredVersion, make_files
+from shardcast.store.stored import ShardState, StoredVersion
+from shardcast.store.version_files import make_files
 
 _ROUNDS: Final = 3
 """Plans made for one version: a later one is needed where a disk changes under our hands."""
@@ -158,7 +159,8 @@ class Obtainer:
         """
         store, number = self._store, version.number
         here = store.stored(number)
-        if here is None and store.version_directory(number).is_dir():
+        lost = (store.version_directory(number), store.staging_directory(number))
+        if here is None and any(directory.is_dir() for directory in lost):
             store.save_state(version)  # its state was lost: look at it again
             here = store.stored(number)
         if here is None or (
@@ -166,6 +168,8 @@ class Obtainer:
         ):
             return self._stage_anew(version, sources), False
         stored = store.stage(version, files=False)
+        if not stored.committed:
+            self._recycle(version, stored.directory)
         self._with_room(version, stored.directory, sources)
         return stored, True
 
@@ -183,8 +187,13 @@ class Obtainer:
                 target.parent.mkdir(parents=True, exist_ok=True)
             with suppress(OSError):  # no hard links here: it is copied like everything else
                 os.link(source.directory / reuse.source_path, target, follow_symlinks=False)
+        self._recycle(version, directory)
         self._with_room(version, directory, sources)
         return self._store.stage(version, files=False)
+
+    def _recycle(self, version: Version, directory: Path) -> None:
+        """Overwrite files of an evicted version instead of making new ones, where that is safe."""
+        self._store.spares.claim(directory, {e.path: e.bytes for e in version.layout.files})
 
     def _with_room(self, version: Version, directory: Path, sources: list[StoredVersion]) -> None:
         """Make the files; where there is no room, give up other unfinished versions for it."""

@@ -8,7 +8,8 @@ the name still leads to the same directory.
 
 Crash windows of ``commit``: before the rename the version is staged and resumes from its
 journal; after it the version is committed. With ``Durability.SYNC`` files and journal are on
-stable storage before the rename.
+stable storage before the rename. What an earlier process recorded is hashed again before it, so
+that bytes which a power cut took never get the final name.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import contextlib
 import enum
 import errno
 import fcntl
+import logging
 import os
 import threading
 from collections.abc import Iterator
@@ -25,7 +27,7 @@ from typing import Final
 
 import xxhash
 
-from shardcast.errors import BusyError, IntegrityError, ModifiedError, StateError
+from shardcast.errors import BusyError, DiskError, IntegrityError, ShardcastError, StateError
 from shardcast.protocol.layout import Extent
 from shardcast.protocol.manifest import Version
 from shardcast.store.descriptors import (
@@ -41,15 +43,14 @@ from shardcast.store.files import (
     disk_errors,
     file_system_of,
     fsync_directory,
-    preallocate,
     read_into,
-    reflink,
     require_space,
-    temporary_beside,
-    write_all,
 )
 from shardcast.store.journal import ShardJournal
 from shardcast.store.locks import try_lock
+from shardcast.store.version_files import forget_cached, has_data, make_files, unshare
+
+log = logging.getLogger("shardcast.store")
 
 _DIRECTORY_FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
@@ -99,6 +100,7 @@ class StoredVersion:
         self._lock = threading.Lock()
         self._unsharing = threading.Lock()
         self._leases = 0
+        self._reserved: bool | None = None
         self._lease_fd = -1
         self._target: Path | None = None
         self._identity: tuple[int, int] | None = None
@@ -163,7 +165,8 @@ class StoredVersion:
         path = self.version.layout.files[file].path
         with disk_errors(self.directory / path, "opening"):
             if writable:
-                self._unshare(path)
+                with self._unsharing:  # two copies made at once would lose what was written
+                    unshare(self.directory / path)
             flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW
             with self._handle.use() as here:
                 return os.open(path, flags, dir_fd=here)
@@ -190,14 +193,65 @@ class StoredVersion:
         state = self._states[shard]
         if state == ShardState.VERIFIED.value:
             return True
+        return self.look_again(shard)
+
+    def look_again(self, shard: int) -> bool:
+        """Hash a shard that is here, whatever was known of it; say whether it is good.
+
+        Only this finds what changes neither size nor time: a bit that flipped on the disk. The
+        caller sees to it that nobody writes to the shard meanwhile.
+
+        Raises:
+            DiskError: As ``confirm``.
+        """
         expected = self._journal.entries.get(shard)
-        if expected is not None and self._hash(extent) == expected:
+        if expected is not None and self._hash(self.version.layout.extent(shard)) == expected:
             with self._lock:
                 if self._states[shard]:
                     self._states[shard] = ShardState.VERIFIED.value
             return True
-        self.discard(shard, "its bytes on disk changed")
+        if self._states[shard]:
+            self.discard(shard, "its bytes on disk changed")
         return False
+
+    def written(self, shard: int) -> bool:
+        """Say whether a shard's extent has any bytes: worth hashing where no record tells."""
+        extent = self.version.layout.extent(shard)
+        try:
+            fd = self.open_file(extent.file)
+        except ShardcastError:
+            return False
+        try:
+            return has_data(fd, extent.offset, extent.length)
+        finally:
+            os.close(fd)
+
+    def require_room(self, shard: int) -> None:
+        """Check that a shard's bytes will find room, where its blocks were not reserved.
+
+        Raises:
+            DiskFullError: If they will not.
+        """
+        if self._reserved is None:
+            with disk_errors(self.directory, "looking for free space"):
+                self._reserved = file_system_of(self.directory) not in MEMORY_FILE_SYSTEMS
+        if not self._reserved:
+            length = self.version.layout.extent(shard).length
+            require_space(
+                self.directory, length, what=f"shard {shard} of version {self.version.number}"
+            )
+
+    def restore_files(self) -> None:
+        """Give files that are gone, too short or too long their size back; shards say the rest.
+
+        Raises:
+            DiskError: If the system refuses.
+        """
+        with self._unsharing:
+            make_files(self.version, self.directory)
+        with self._lock:
+            if self.committed and 0 not in self._states:
+                self.damaged = None
 
     def record(self, shard: int, xxh3: bytes) -> None:
         """Note that a shard's bytes were written and verified against the signed digest.
@@ -235,12 +289,16 @@ class StoredVersion:
         """Give a complete staged version its final name ``target``: the commit point.
 
         Raises:
-            IntegrityError: If shards are missing.
+            IntegrityError: If shards are missing, or turn out bad now.
             StateError: If the name is taken.
-            DiskError: If syncing or renaming fails; the version stays staged.
+            DiskError: If syncing or renaming fails; the version stays staged, and what the disk
+                lost of it is missing from then on.
         """
         if self.committed:
             return
+        for shard, state in enumerate(self._states):
+            if state == ShardState.RECORDED.value:
+                self.confirm(shard)
         if not self.complete:
             raise IntegrityError(
                 f"version {self.version.number} lacks {_shards(len(self.missing()))}",
@@ -255,7 +313,11 @@ class StoredVersion:
             self._target = target
             os.rename(self.directory, target)
             if durability is Durability.SYNC:
-                fsync_directory(target.parent)
+                try:
+                    fsync_directory(target.parent)
+                except OSError:
+                    os.rename(target, self.directory)  # staged, as promised
+                    raise
         with self._lock:
             self.directory = target
             self.committed = True
@@ -346,18 +408,29 @@ class StoredVersion:
                         self._states[shard] = ShardState.RECORDED.value
 
     def _load_states(self) -> None:
+        """Believe the journal as far as the files reach; their bytes are looked at before use."""
         layout = self.version.layout
-        whole = [
-            stamp is not None and stamp[0] == entry.bytes
-            for stamp, entry in zip(self._stamps, layout.files, strict=True)
-        ]
         for shard in self._journal.entries:
-            if whole[layout.extent(shard).file]:
+            extent = layout.extent(shard)
+            stamp = self._stamps[extent.file]
+            if stamp is not None and stamp[0] >= extent.offset + extent.length:
                 self._states[shard] = ShardState.RECORDED.value
         if self.committed and 0 in self._states:
             self.damaged = f"version {self.version.number} lacks {_shards(len(self.missing()))}"
-        elif self.committed and not all(whole):
-            self.damaged = f"version {self.version.number} lacks a file"
+        elif self.committed:
+            for file in range(len(layout.files)):
+                self._notice_size(file)
+
+    def _notice_size(self, file: int) -> None:
+        """Mark a committed version damaged whose file has another size than it should."""
+        entry, stamp = self.version.layout.files[file], self._stamps[file]
+        if stamp is None:
+            self.damaged = f"version {self.version.number} lacks the file {entry.path}"
+        elif stamp[0] != entry.bytes:
+            self.damaged = (
+                f"version {self.version.number}, {entry.path}: {stamp[0]} bytes on disk "
+                f"instead of {entry.bytes}"
+            )
 
     def _stamp(self, file: int) -> tuple[int, int, int] | None:
         path = self.version.layout.files[file].path
@@ -376,6 +449,7 @@ class StoredVersion:
             return
         with self._lock:
             self._stamps[file] = stamp
+            self._notice_size(file)
             for shard in self.version.layout.file_shards(file):
                 if self._states[shard] == ShardState.VERIFIED.value:
                     self._states[shard] = ShardState.RECORDED.value
@@ -408,94 +482,37 @@ class StoredVersion:
         return hasher.digest()
 
     def _sync(self) -> None:
-        for file in range(len(self.version.layout.files)):
-            path = self.directory / self.version.layout.files[file].path
-            with disk_errors(path, "syncing"):
+        for file, entry in enumerate(self.version.layout.files):
+            path = self.directory / entry.path
+            try:
                 fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
                 try:
                     os.fsync(fd)
                 finally:
                     os.close(fd)
+            except OSError as error:
+                self._distrust(file)
+                raise disk_error(error, path, "syncing") from error
         self._journal.sync()
         for directory in {self.directory / Path(e.path).parent for e in self.version.layout.files}:
             with disk_errors(directory, "syncing"):
                 fsync_directory(directory)
 
-    def _unshare(self, path: str) -> None:
-        full = self.directory / path
-        if os.stat(full, follow_symlinks=False).st_nlink == 1:
-            return
-        with self._unsharing:  # two copies made at once would lose what is written to the first
-            self._replace_by_copy(full)
+    def _distrust(self, file: int) -> None:
+        """Look at a file again whose sync failed.
 
-    def _replace_by_copy(self, full: Path) -> None:
-        stat = os.stat(full, follow_symlinks=False)
-        if stat.st_nlink == 1:
-            return
-        temporary = temporary_beside(full)
-        source = os.open(full, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            target = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        Linux marks pages that it could not write as clean, and a second fsync succeeds although
+        the bytes are lost (fsync(2), lwn.net/Articles/752063). So the cache is dropped and the
+        disk is asked; what it does not have is missing, and is written again.
+        """
+        forget_cached(self.directory / self.version.layout.files[file].path)
+        for shard in self.version.layout.file_shards(file):
             try:
-                copy_bytes(source, target, stat.st_size)
-            finally:
-                os.close(target)
-            os.replace(temporary, full)
-        finally:
-            os.close(source)
-
-
-def copy_bytes(source: int, target: int, length: int) -> None:
-    """Copy a file's bytes, sharing blocks where the file system can.
-
-    Raises:
-        OSError: If the system refuses.
-        ModifiedError: If the source is shorter than ``length``.
-    """
-    if reflink(source, target):
-        return
-    buffer = memoryview(bytearray(min(COPY_CHUNK_BYTES, max(length, 1))))
-    done = 0
-    while done < length:
-        piece = buffer[: min(len(buffer), length - done)]
-        if read_into(source, piece, done) != len(piece):
-            raise ModifiedError(f"a file shrank to less than {length} bytes while it was copied")
-        write_all(target, piece, done)
-        done += len(piece)
-
-
-def make_files(version: Version, directory: Path) -> None:
-    """Create a staged version's files at their full size; files that fit are left as they are.
-
-    Raises:
-        DiskFullError: If there is no room for them; what was made stays for a later try.
-        DiskError: If the system refuses otherwise.
-    """
-    with disk_errors(directory, "staging"):
-        directory.mkdir(parents=True, exist_ok=True)
-    reserve = file_system_of(directory) not in MEMORY_FILE_SYSTEMS
-    lacking = []
-    for entry in version.layout.files:
-        path = directory / entry.path
-        if not path.is_file() or path.is_symlink() or path.stat().st_size != entry.bytes:
-            lacking.append(entry)
-    require_space(
-        directory,
-        sum(entry.bytes for entry in lacking),
-        what=f"version {version.number} of run {version.layout.run!r}",
-    )
-    for entry in lacking:
-        path = directory / entry.path
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.unlink(missing_ok=True)
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-            try:
-                preallocate(fd, entry.bytes, reserve=reserve)
-            finally:
-                os.close(fd)
-        except OSError as error:
-            raise disk_error(error, path, "staging") from error
+                self.look_again(shard)
+            except DiskError as error:
+                log.warning("version %d, shard %d: %s", self.version.number, shard, error)
+                with contextlib.suppress(DiskError):
+                    self.discard(shard, "it cannot be read")
 
 
 def _shards(count: int) -> str:
