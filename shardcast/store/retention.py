@@ -112,11 +112,20 @@ class Collected:
     busy: tuple[int, ...]
 
 
-def collect(run: RunStore, evict: Iterable[int], *, dry_run: bool = False) -> Collected:
+def collect(
+    run: RunStore, evict: Iterable[int], *, dry_run: bool = False, spare_within: int | None = None
+) -> Collected:
     """Evict versions, then remove documents and delta blobs that nothing names any more.
 
     Call it while holding the lock that keeps publishers out: documents of a version that is
     being published are not named by anything yet.
+
+    Args:
+        run: The run.
+        evict: The versions.
+        dry_run: Only say what would be removed.
+        spare_within: Files of evicted versions become spares if no more than so many versions
+            stay (``RunStore.evict``); None drops all spares.
 
     Raises:
         ShardcastError: If the head cannot be read; nothing is removed then.
@@ -128,7 +137,7 @@ def collect(run: RunStore, evict: Iterable[int], *, dry_run: bool = False) -> Co
     for number in evict:
         stored = run.stored(number)
         size = 0 if stored is None else stored.version.layout.total_bytes
-        if dry_run or run.evict(number):
+        if dry_run or run.evict(number, spare_within=spare_within):
             gone.append(number)
             freed += size
         else:
@@ -143,6 +152,8 @@ def collect(run: RunStore, evict: Iterable[int], *, dry_run: bool = False) -> Co
         if not dry_run:
             run.remove_blob(digest)
     if not dry_run:
+        if spare_within is None:
+            run.spares.drop()
         run.clean_leftovers()
     return Collected(tuple(gone), len(blobs), freed, tuple(busy))
 
