@@ -21,7 +21,7 @@ _FICLONE: Final = 0x40049409  # linux/fs.h: _IOW(0x94, 9, int)
 _NO_REFLINK: Final = frozenset(
     {errno.EOPNOTSUPP, errno.ENOTTY, errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EPERM}
 )
-_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _unique = itertools.count()
 
 MEMORY_FILE_SYSTEMS: Final = frozenset({"tmpfs", "ramfs"})
@@ -30,7 +30,7 @@ MEMORY_FILE_SYSTEMS: Final = frozenset({"tmpfs", "ramfs"})
 
 def disk_error(error: OSError, path: Path | str, doing: str) -> DiskError:
     """Return what the command line reports for an ``OSError`` on ``path``."""
-    kind = DiskFullError if error.errno in _FULL else DiskError
+    kind = DiskFullError if error.errno in FULL else DiskError
     return kind(f"{doing} failed: {error.strerror or error}", source=str(path))
 
 

@@ -10,6 +10,7 @@
     state/{N:06d}.json       which documents describe version N (StoredState)
     state/{N:06d}.shards     its journal
     state/staging/{N:06d}/   a version that is not complete
+    state/spare/             files of an evicted version, to be overwritten (store.recycling)
     state/tmp/ state/trash/  leftovers of a crash; removed at the next start
 """
 
@@ -19,8 +20,10 @@ import contextlib
 import itertools
 import os
 import re
+import stat
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
@@ -35,14 +38,17 @@ from shardcast.protocol.head import OpenRef, VersionRef
 from shardcast.protocol.layout import decode_layout, decode_part
 from shardcast.protocol.limits import MAX_DOCUMENT_BYTES, MAX_DOCUMENT_PARTS, MAX_HEAD_BYTES
 from shardcast.protocol.manifest import Version
-from shardcast.store.files import atomic_write, disk_errors, fsync_directory, remove_tree
+from shardcast.store.files import FULL, atomic_write, disk_errors, fsync_directory, remove_tree
 from shardcast.store.journal import ShardJournal
 from shardcast.store.locks import FileLock, try_lock
-from shardcast.store.stored import Durability, StoredVersion, make_files
+from shardcast.store.recycling import Spares, has_room
+from shardcast.store.stored import Durability, StoredVersion
+from shardcast.store.version_files import make_files
 
 STORED_FORMAT: Final = "shardcast.stored/1"
 _NUMBER: Final = re.compile(r"^[0-9]{6,16}\Z", re.ASCII)
 _VERSION_STATE: Final = re.compile(r"^([0-9]{6,16})\.(?:json|shards)\Z", re.ASCII)
+_TRASH: Final = ".trash."
 _STALE_SECONDS: Final = 3600.0
 _unique = itertools.count()
 
@@ -64,11 +70,13 @@ class RunStore:
     Attributes:
         root: The directory.
         run: The run's name.
+        spares: Files to recycle; for the process that holds the run's lock.
     """
 
     def __init__(self, root: Path, run: str) -> None:
         self.root = root
         self.run = check_run(run)
+        self.spares = Spares(root / "state" / "spare")
         self._lock = threading.RLock()
         self._cache: dict[int, StoredVersion] = {}
 
@@ -85,10 +93,10 @@ class RunStore:
     def head_stamp(self) -> tuple[int, int, int] | None:
         """Return something cheap that changes whenever the head does; None without a head."""
         try:
-            stat = os.stat(self.root / "head.json")
+            found = os.stat(self.root / "head.json")
         except OSError:
             return None
-        return stat.st_mtime_ns, stat.st_size, stat.st_ino
+        return found.st_mtime_ns, found.st_size, found.st_ino
 
     def read_trust(self) -> trust.TrustState | None:
         """Return what is trusted and was last seen, or None.
@@ -125,14 +133,12 @@ class RunStore:
 
     def has_blob(self, digest: str) -> bool:
         """Say whether a document or delta blob is here (by name; ``read_blob`` verifies)."""
-        return self.blob_path(digest).is_file()
+        return _is_there(self.blob_path(digest), stat.S_ISREG)
 
     def blobs(self) -> list[str]:
         """Return the digests of all documents and delta blobs that are here."""
-        with contextlib.suppress(FileNotFoundError):
-            names = os.listdir(self.root / "blobs")
-            return [name[:-4] for name in names if name.endswith(".bin") and is_digest(name[:-4])]
-        return []
+        names = _listing(self.root / "blobs")
+        return [name[:-4] for name in names if name.endswith(".bin") and is_digest(name[:-4])]
 
     def read_blob(self, digest: str, limit: int = MAX_DOCUMENT_BYTES) -> bytes | None:
         """Return a blob's verified bytes; None if it is not here, or was damaged (and removed)."""
@@ -289,7 +295,7 @@ class RunStore:
                 (self.version_directory(number), True),
                 (self.staging_directory(number), False),
             ):
-                if directory.is_dir():
+                if _is_there(directory, stat.S_ISDIR):
                     version = self._load_state(number)
                     if version is not None:
                         return self._open(version, directory, committed=committed)
@@ -307,10 +313,14 @@ class RunStore:
         stored.commit_to(self.version_directory(number), durability)
         return stored
 
-    def evict(self, number: int) -> bool:
+    def evict(self, number: int, *, spare_within: int | None = None) -> bool:
         """Remove a version; False while any process holds a lease on it, or it is ``current``.
 
         The directory is renamed first, so that no crash leaves half a version under its name.
+
+        Args:
+            number: The version.
+            spare_within: Keep its files as spares if no more than so many versions stay.
         """
         with self._lock:
             if self.current() == number:
@@ -326,7 +336,7 @@ class RunStore:
             try:
                 if not try_lock(fd, exclusive=True):
                     return False
-                self._remove(number, directory)
+                self._remove(number, directory, spare_within)
             finally:
                 os.close(fd)
             return True
@@ -339,7 +349,11 @@ class RunStore:
         temporary = self.root / f".current.{os.getpid()}.{next(_unique)}.tmp"
         with disk_errors(link, "switching"):
             os.symlink(f"versions/{number:06d}", temporary)
-            os.replace(temporary, link)
+            try:
+                os.replace(temporary, link)
+            except BaseException:
+                temporary.unlink(missing_ok=True)
+                raise
             fsync_directory(self.root)
 
     def current(self) -> int | None:
@@ -364,6 +378,10 @@ class RunStore:
         that died before it knew what it publishes.
         """
         remove_tree(self.root / "state" / "trash")
+        for directory in (self.root / "versions", self.root / "state" / "staging"):
+            for name in _listing(directory):
+                if name.startswith(_TRASH):
+                    remove_tree(directory / name)
         self._clean_version_state()
         for number in self.staged():
             if not self._state_path(number).exists() and self._is_stale(number):
@@ -462,25 +480,52 @@ class RunStore:
         except (MalformedError, StateError):
             return None
 
-    def _remove(self, number: int, directory: Path | None) -> None:
+    def _remove(self, number: int, directory: Path | None, spare_within: int | None = None) -> None:
+        """Remove a version's directory, state and journal, in an order that no crash can spoil.
+
+        First it loses its name, then its journal: whatever is written to its files afterwards,
+        nobody takes for shards of it.
+        """
         cached = self._cache.pop(number, None)
         if cached is not None:
             cached.close()
-        if directory is not None:
-            trash = self.root / "state" / "trash" / f"{number}.{os.getpid()}.{next(_unique)}"
-            with disk_errors(directory, "evicting"):
+        trash = None if directory is None else self._trash(number, directory)
+        gone = True
+        for path in (self._state_path(number), self._journal_path(number)):
+            try:
+                path.unlink(missing_ok=True)
+            except OSError:
+                gone = False
+        if (
+            gone
+            and trash is not None
+            and cached is not None
+            and spare_within is not None
+            and cached.committed
+        ):
+            here = {"committed": len(self.committed()), "staged": len(self.staged())}
+            if has_room(**here, keep=spare_within):
+                self.spares.keep(trash, [entry.path for entry in cached.version.layout.files])
+        if trash is not None:
+            remove_tree(trash)
+
+    def _trash(self, number: int, directory: Path) -> Path:
+        """Take a directory's name away; on a full disk without making another directory."""
+        name = f"{number}.{os.getpid()}.{next(_unique)}"
+        trash = self.root / "state" / "trash" / name
+        with disk_errors(directory, "evicting"):
+            try:
                 trash.parent.mkdir(parents=True, exist_ok=True)
                 os.rename(directory, trash)
-            remove_tree(trash)
-        for path in (self._state_path(number), self._journal_path(number)):
-            with contextlib.suppress(OSError):
-                os.unlink(path)
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+                trash = directory.with_name(f"{_TRASH}{name}")
+                os.rename(directory, trash)
+        return trash
 
     def _numbers(self, directory: Path) -> list[int]:
-        try:
-            names = os.listdir(directory)
-        except FileNotFoundError:
-            return []
+        names = _listing(directory)
         return sorted((int(name) for name in names if _NUMBER.match(name)), reverse=True)
 
     def _read(self, path: Path, limit: int) -> bytes | None:
@@ -493,3 +538,29 @@ class RunStore:
         if len(data) > limit:
             raise StateError(f"file is longer than {limit} bytes", source=str(path))
         return data
+
+
+def _listing(directory: Path) -> list[str]:
+    """Return the names in a directory; none where it is not there.
+
+    Raises:
+        DiskError: If the system does not say.
+    """
+    with disk_errors(directory, "listing"):
+        try:
+            return os.listdir(directory)
+        except FileNotFoundError:
+            return []
+
+
+def _is_there(path: Path, kind: Callable[[int], bool]) -> bool:
+    """Say whether there is something of a kind under a name.
+
+    Raises:
+        DiskError: If the system does not say.
+    """
+    with disk_errors(path, "looking at"):
+        try:
+            return kind(os.stat(path).st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
