@@ -9,9 +9,9 @@ import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from relay.admission import raise_descriptor_limit
 from relay.clients import Clients
 from relay.config import Prefetch, RelayConfig
+from relay.descriptors import raise_descriptor_limit
 from relay.following import ParentFeed, check_keys
 from relay.handlers import Handlers
 from relay.node import Feed, Node

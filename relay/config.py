@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import ipaddress
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from shardcast.protocol.limits import KIB, MIB
 log = logging.getLogger("relay.config")
 
 _SHORT_TOKEN: Final = 16
+LEAST_RATE: Final = 64 * KIB
+"""A slower relay would have its readers take it for stalled."""
 
 
 class Prefetch(enum.StrEnum):
@@ -36,13 +39,24 @@ class Limits:
     Attributes:
         max_connections: Open connections in all. Each costs about 60 KiB and a descriptor, one
             more while a blob is sent.
-        max_connections_per_client: Open connections of one address. Generous, because a whole
-            site may sit behind one address translator.
+        max_connections_per_client: Open connections of one client (``relay.admission`` says what
+            that is). Generous, because a whole site may sit behind one address translator.
+        max_requests: Requests being answered at once. A connection has one at a time.
+        max_requests_per_client: The same for one client: counts where a proxy's connection
+            carries the requests of many.
+        max_waits: Requests for a head that wait for a newer one; more are answered at once.
+        max_waits_per_client: The same for one client.
+        requests_per_s_per_client: What one client may ask for in the long run: a relay of one core
+            answers some thousand a second.
+        request_burst_per_client: And at once after a rest: a site of 1,000 workers that hear of a
+            new version asks for head and documents within a second.
         refused_connections: How many connections over a limit are answered 503 rather than just
             closed: answering costs as much as a request.
         header_timeout_s: From the connection to the end of its first request's head.
         idle_timeout_s: Between two requests of a connection, until the second one's head ended.
         body_timeout_s: Longest silence within a request's body.
+        body_rate_bytes_per_s: What a body must bring on average, after that time: a byte every
+            now and then is no silence.
         stuck_timeout_s: A reader that takes nothing at all for so long is cut off (by
             TCP_USER_TIMEOUT); one that merely is slow is not.
         max_uploads: Request bodies being received at once, each with a buffer of 2 MiB.
@@ -63,10 +77,17 @@ class Limits:
 
     max_connections: int = 4096
     max_connections_per_client: int = 2048
+    max_requests: int = 4096
+    max_requests_per_client: int = 2048
+    max_waits: int = 2048
+    max_waits_per_client: int = 1024
+    requests_per_s_per_client: float = 500.0
+    request_burst_per_client: int = 8192
     refused_connections: int = 256
     header_timeout_s: float = 20.0
     idle_timeout_s: float = 75.0
     body_timeout_s: float = 30.0
+    body_rate_bytes_per_s: int = 4 * KIB
     stuck_timeout_s: float = 120.0
     max_uploads: int = 32
     max_documents: int = 4
@@ -98,7 +119,11 @@ class RelayConfig:
         keep: Versions to keep on disk; None: as many as the head retains.
         keep_for_s: Longest time to keep a version that is not the newest; None: any.
         quota_bytes: Most bytes of versions in the store; None: any.
-        limit_rate_bytes_per_s: What all responses together may send; None: no limit.
+        limit_rate_bytes_per_s: What all responses together may send, shared fairly by clients;
+            None: no limit.
+        limit_rate_client_bytes_per_s: What all responses to one client may send; None: no limit.
+        trusted_proxies: Addresses or networks of proxies whose X-Forwarded-For says who the
+            client is.
         prefetch: What to fetch unasked.
         depth: Returns how far the store is from the origin, where a worker fills it; None: what
             the parents say.
@@ -118,6 +143,8 @@ class RelayConfig:
     keep_for_s: float | None = None
     quota_bytes: int | None = None
     limit_rate_bytes_per_s: int | None = None
+    limit_rate_client_bytes_per_s: int | None = None
+    trusted_proxies: tuple[str, ...] = ()
     prefetch: Prefetch = Prefetch.ALL
     depth: Callable[[], int] | None = None
     limits: Limits = field(default_factory=Limits)
@@ -145,10 +172,27 @@ class RelayConfig:
             raise UsageError("--publish-token-file is for origins: publish to the root of the tree")
         if self.keep is not None and self.keep < 1:
             raise UsageError(f"--keep {self.keep}: at least one version is kept")
-        if self.limit_rate_bytes_per_s is not None and self.limit_rate_bytes_per_s < 64 * KIB:
-            raise UsageError(f"--limit-rate {self.limit_rate_bytes_per_s} is below 64 KiB/s")
+        self._check_admission()
         if self.quota_bytes is not None and self.quota_bytes < MIB:
             raise UsageError(f"--quota {self.quota_bytes} is below 1 MiB")
+
+    def _check_admission(self) -> None:
+        for option, rate in (
+            ("--limit-rate", self.limit_rate_bytes_per_s),
+            ("--limit-rate-client", self.limit_rate_client_bytes_per_s),
+        ):
+            if rate is not None and rate < LEAST_RATE:
+                raise UsageError(f"{option} {rate} is below 64 KiB/s")
+        for proxy in self.trusted_proxies:
+            try:
+                ipaddress.ip_network(proxy, strict=False)
+            except ValueError as error:
+                raise UsageError(f"--trust-proxy {proxy!r} is no address: {error}") from error
+        limits = self.limits
+        if min(limits.max_connections, limits.max_connections_per_client) < 1:
+            raise UsageError("--max-connections and --max-connections-client are at least 1")
+        if limits.requests_per_s_per_client <= 0 or limits.request_burst_per_client < 1:
+            raise UsageError("--limit-requests-client is more than 0")
 
     @property
     def origin(self) -> bool:

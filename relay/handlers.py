@@ -14,7 +14,7 @@ from relay.clients import Clients
 from relay.metrics import CONTENT_TYPE
 from relay.node import Node
 from relay.publishing import Publishing
-from relay.respond import AbortedResponseError
+from relay.respond import AbortedResponseError, client_asking
 from relay.runs import RelayRun, ServedHead
 from relay.serving import BlobServer
 from relay.status import peers_document, ready_problem, runs_document, status_document
@@ -165,8 +165,8 @@ class Handlers:
         if after is not None and wait and request.method == "GET":
             # Relays hear at once how far the origin is: what they may ask whom hangs on it.
             known = run.told.depth(child, node.depth)
-            await run.wait_head(
-                after, wait, lambda: node.draining or known not in (None, node.depth)
+            await self._wait(
+                request, run, after, wait, lambda: node.draining or known not in (None, node.depth)
             )
         run.told.tell(child, node.depth)
         head = run.head
@@ -174,9 +174,28 @@ class Handlers:
             raise NotFoundError(f"run {run.name!r} has no head")
         return head_answer(head)
 
+    async def _wait(
+        self,
+        request: web.BaseRequest,
+        run: RelayRun,
+        after: int,
+        seconds: float,
+        stopped: Callable[[], bool],
+    ) -> None:
+        """Wait for a newer head, unless too many do: clients poll where nobody lets them wait."""
+        waits, client = self._node.admission.waits, client_asking(request)
+        if not waits.enter(client):
+            self._node.metrics.unwaited.inc()
+            return
+        try:
+            await run.wait_head(after, seconds, stopped)
+        finally:
+            waits.leave(client)
+
     def _metrics(self) -> web.Response:
         metrics = self._node.metrics
-        metrics.connections.set(self._node.admission.connections)
+        metrics.connections.set(self._node.admission.connections.taken)
+        metrics.waiting.set(self._node.admission.waits.taken)
         metrics.depth.set(self._node.depth)
         for run in self._node.runs.values():
             metrics.complete.labels(run=run.name).set(run.complete_version() or 0)

@@ -53,6 +53,22 @@ class Metrics:
             "Connections over a limit",
             registry=self.registry,
         )
+        self.refused_requests = Counter(
+            "shardcast_refused_requests",
+            "Requests over a limit: rate (429), busy (503)",
+            ["reason"],
+            registry=self.registry,
+        )
+        self.waiting = Gauge(
+            "shardcast_waiting_requests",
+            "Requests that wait for a newer head",
+            registry=self.registry,
+        )
+        self.unwaited = Counter(
+            "shardcast_unwaited_requests",
+            "Requests answered at once instead of waiting for a head: too many wait",
+            registry=self.registry,
+        )
         self.aborted = Counter(
             "shardcast_aborted_responses",
             "Responses cut off because the rest was wrong or did not come",
@@ -61,6 +77,11 @@ class Metrics:
         self.wrong = Counter(
             "shardcast_wrong_blobs",
             "Blobs from upstream with a wrong digest",
+            registry=self.registry,
+        )
+        self.bans = Counter(
+            "shardcast_bans",
+            "Servers left alone for a run because they sent a wrong blob",
             registry=self.registry,
         )
         self.evicted = Counter(

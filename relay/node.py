@@ -9,11 +9,13 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from relay.admission import Admission, TokenBucket
+from relay.admission import Admission
 from relay.catalog import DocumentBlob, Known
 from relay.config import RelayConfig
+from relay.descriptors import budget
 from relay.fill import Fill, Fills
 from relay.metrics import Metrics
+from relay.pacing import Pacer
 from relay.parents import Parents, Sources
 from relay.respond import Identity
 from relay.runs import RelayRun
@@ -72,14 +74,19 @@ class Node:
         self.started = clock()
         self.identity = Identity(node=node, via=f"1.1 shardcast-{node[:12]}")
         self.metrics = Metrics()
-        self.admission = Admission(config.limits)
-        rate = config.limit_rate_bytes_per_s
-        self.bucket = None if rate is None else TokenBucket(rate, clock)
+        self.budget = budget()
+        self.admission = Admission(config.limits, self.budget, clock, config.trusted_proxies)
+        self.pacer = Pacer.limiting(
+            config.limit_rate_bytes_per_s, config.limit_rate_client_bytes_per_s, loop
+        )
         self.parents = Parents(config, node)
         self.siblings = Siblings(config.siblings, node, clock) if config.siblings else None
         self.sources = None if config.origin else Sources(config, node, self.parents, self.siblings)
         self.fills = Fills(
-            loop, self.metrics, threads=config.limits.fill_threads, most=config.limits.max_fills
+            loop,
+            self.metrics,
+            threads=min(config.limits.fill_threads, self.budget.fills),
+            most=config.limits.max_fills,
         )
         self.runs: dict[str, RelayRun] = {}
         self.draining = False

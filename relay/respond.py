@@ -20,7 +20,7 @@ from typing import Any, Final
 from aiohttp import web
 
 import shardcast
-from relay.admission import TokenBucket
+from relay.pacing import Stream
 from shardcast.protocol import wire
 from shardcast.protocol.limits import MIB
 from shardcast.protocol.wire import ByteRange, UnsatisfiableRangeError
@@ -33,6 +33,15 @@ _PIECE_BYTES: Final = 16 * MIB
 """What one readiness check of the page cache covers, and how much is read ahead at once: a shard."""
 _PROBES: Final = 4
 _READ_AHEAD_STEP: Final = 512 * 1024
+
+
+CLIENT: Final = "client"
+"""Under this key a request carries who asks."""
+
+
+def client_asking(request: web.BaseRequest) -> str:
+    """Return the client that a request is counted for (``relay.admission``)."""
+    return str(request.get(CLIENT, ""))
 
 
 class AbortedResponseError(Exception):
@@ -161,7 +170,7 @@ class _Descriptor:
 
 
 async def send_file(
-    request: web.BaseRequest, fd: int, offset: int, count: int, bucket: TokenBucket | None
+    request: web.BaseRequest, fd: int, offset: int, count: int, pace: Stream | None
 ) -> None:
     """Send ``count`` bytes of a file to the client.
 
@@ -172,11 +181,11 @@ async def send_file(
         AbortedResponseError: If the file is too short or cannot be read.
     """
     loop = asyncio.get_running_loop()
-    most = _PIECE_BYTES if bucket is None else bucket.piece_bytes
     while count:
-        size = min(count, most)
-        if bucket is not None:
-            await bucket.take(size)
+        size = min(count, _PIECE_BYTES if pace is None else pace.piece_bytes)
+        if pace is not None:
+            await pace.take(size)
+        begun = loop.time()
         if not in_page_cache(fd, offset, size):
             await loop.run_in_executor(None, read_ahead, fd, offset, size)
         transport = request.transport
@@ -195,6 +204,8 @@ async def send_file(
             raise AbortedResponseError(f"reading failed: {error}") from error
         if sent != size:
             raise AbortedResponseError(f"file ended {size - sent} bytes early")
+        if pace is not None:
+            pace.sent(size, loop.time() - begun)
         offset += size
         count -= size
 

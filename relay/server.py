@@ -7,12 +7,15 @@ import contextlib
 import errno
 import logging
 import socket
+from collections import OrderedDict
+from math import ceil
 from typing import Any, Final
 
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
 from relay import respond
+from relay.admission import client_of
 from relay.config import split_listen
 from relay.handlers import Handlers
 from relay.node import Node
@@ -29,14 +32,27 @@ a burst of connections that are then refused."""
 _READ_BYTES: Final = 256 * 1024
 
 
+_IDLE_S: Final = 1.0
+"""A connection that has been idle for so long makes room where there are too many."""
+_REFUSAL_S: Final = 0.5
+"""How long the answer to a request over the rate is held back at most, so that a client that asks
+again at once cannot keep the relay busy with refusing."""
+_ALWAYS: Final = ("/healthz", "/readyz")
+"""Answered without counting: whoever watches the relay must hear the truth."""
+
+
 class Connection(RequestHandler):
     """One client connection: counted, and bounded in time until its first request."""
 
-    __slots__ = ("busy", "client", "header_timer", "let_in", "node")
+    __slots__ = ("busy", "client", "header_timer", "idlers", "let_in", "node", "proxy")
 
-    def __init__(self, node: Node, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, node: Node, idlers: OrderedDict[Connection, float], *args: Any, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.node = node
+        self.idlers = idlers
+        self.proxy = False
         self.client = ""
         self.let_in: bool | None = None
         self.busy = 0
@@ -44,10 +60,10 @@ class Connection(RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Let it in, or prepare to refuse it."""
-        peer = transport.get_extra_info("peername")
-        self.client = str(peer[0]) if isinstance(peer, tuple) and peer else ""
+        self.client = client_of(transport.get_extra_info("peername"))
         admission = self.node.admission
-        if admission.enter(self.client):
+        self.proxy = admission.is_proxy(self.client)
+        if self._enter() or (self._make_room() and self._enter()):
             self.let_in = True
         else:
             self.node.metrics.refused.inc()
@@ -66,12 +82,34 @@ class Connection(RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         """Forget it."""
         self.first_request()
+        self.leave()
+        super().connection_lost(exc)
+
+    def leave(self) -> None:
+        """Count it no longer."""
+        self.idlers.pop(self, None)
         if self.let_in:
-            self.node.admission.leave(self.client)
+            self.node.admission.connections.leave(self.client)
         elif self.let_in is False:
             self.node.admission.refused_left()
         self.let_in = None
-        super().connection_lost(exc)
+
+    def _enter(self) -> bool:
+        return self.node.admission.connections.enter(self.client, limited=not self.proxy)
+
+    def _make_room(self) -> bool:
+        """Close the connection that has been idle longest, for a client that has none yet."""
+        connections = self.node.admission.connections
+        if connections.taken < connections.most or connections.held(self.client):
+            return False
+        if not self.idlers:
+            return False
+        oldest, since = next(iter(self.idlers.items()))
+        if asyncio.get_running_loop().time() - since < _IDLE_S:
+            return False
+        oldest.leave()
+        oldest.force_close()
+        return True
 
     def first_request(self) -> None:
         """A whole request head has come."""
@@ -120,6 +158,7 @@ class Server:
             auto_decompress=False,  # bodies are what their digest says; nobody inflates here
         )
         self._kwargs = dict(self._web._kwargs)
+        self._idlers: OrderedDict[Connection, float] = OrderedDict()
         self._servers: list[asyncio.Server] = []
         self._idle = asyncio.Event()
         self._busy = 0
@@ -140,7 +179,8 @@ class Server:
         return url_of(host, sockets[0].getsockname())
 
     def _connection(self) -> Connection:
-        return Connection(self._node, self._web, loop=asyncio.get_running_loop(), **self._kwargs)
+        loop = asyncio.get_running_loop()
+        return Connection(self._node, self._idlers, self._web, loop=loop, **self._kwargs)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         connection = request.protocol
@@ -149,16 +189,42 @@ class Server:
         if connection.let_in is False:
             response = respond.busy_answer("too many connections", 2)
             response.force_close()
-            return response
+            return _refusal(response)
         connection.busy += 1
         self._busy += 1
+        self._idlers.pop(connection, None)
         try:
-            return await self._handlers(request)
+            return await self._admit(request, connection)
         finally:
             connection.busy -= 1
             self._busy -= 1
             if not self._busy:
                 self._idle.set()
+            if connection.let_in:
+                self._idlers[connection] = asyncio.get_running_loop().time()
+
+    async def _admit(self, request: web.BaseRequest, connection: Connection) -> web.StreamResponse:
+        """Answer a request, if its client may ask at all at the moment."""
+        if request.rel_url.raw_path in _ALWAYS:
+            return await self._handlers(request)
+        admission, metrics = self._node.admission, self._node.metrics
+        client = connection.client
+        if connection.proxy:
+            client = admission.behind(client, request.headers.getall("X-Forwarded-For", ()))
+        request[respond.CLIENT] = client
+        wait = admission.rate.ask(client)
+        if wait > 0:
+            metrics.refused_requests.labels(reason="rate").inc()
+            await asyncio.sleep(min(wait, _REFUSAL_S))
+            text = "too many requests by this client"
+            return _refusal(respond.error_answer(429, "rate", text, Retry_After=str(ceil(wait))))
+        if not admission.requests.enter(client):
+            metrics.refused_requests.labels(reason="busy").inc()
+            return _refusal(respond.busy_answer("too many requests at once", 1))
+        try:
+            return await self._handlers(request)
+        finally:
+            admission.requests.leave(client)
 
     async def drain(self, seconds: float) -> None:
         """Stop accepting, let running responses finish for a while, then close everything."""
@@ -235,3 +301,9 @@ def _tune(transport: asyncio.BaseTransport, stuck_s: float) -> None:
     if sock is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(stuck_s * 1000))
+
+
+def _refusal(response: web.Response) -> web.Response:
+    """Return an answer that no handler has seen, complete."""
+    response.headers["Server"] = respond.SERVER
+    return response

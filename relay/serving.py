@@ -11,6 +11,7 @@ from relay import respond
 from relay.catalog import DataBlob, Known, ShardBlob
 from relay.fill import Fill, State, status_of
 from relay.node import Node
+from relay.pacing import Stream
 from relay.respond import AbortedResponseError
 from relay.runs import Opened, RelayRun
 from shardcast.errors import DiskFullError, NetworkError, NotFoundError, ShardcastError
@@ -73,7 +74,8 @@ class BlobServer:
         if request.method == "HEAD":
             return response
         offset, count = (0, opened.length) if part is None else (part.start, part.length)
-        await self._send(request, response, opened.fd, opened.offset + offset, count, source)
+        pace = self._pace(request)
+        await self._send(request, response, opened.fd, opened.offset + offset, count, source, pace)
         return response
 
     async def _send(
@@ -84,10 +86,11 @@ class BlobServer:
         offset: int,
         count: int,
         source: str,
+        pace: Stream | None,
     ) -> None:
         """Send bytes, or cut the connection."""
         try:
-            await respond.send_file(request, fd, offset, count, self._node.bucket)
+            await respond.send_file(request, fd, offset, count, pace)
         except AbortedResponseError:
             self._abort(request, response)
             raise
@@ -96,6 +99,10 @@ class BlobServer:
             respond.abort(request)
             raise
         self._node.metrics.sent.labels(source=source).inc(count)
+
+    def _pace(self, request: web.BaseRequest) -> Stream | None:
+        pacer = self._node.pacer
+        return None if pacer is None else pacer.stream(respond.client_asking(request))
 
     def _abort(self, request: web.BaseRequest, response: web.StreamResponse) -> None:
         self._node.metrics.aborted.inc()
@@ -144,7 +151,7 @@ class BlobServer:
         total, generation = fill.total, fill.generation
         response = respond.blob_response(fill.target.digest, wire.SOURCE_FILL, total, None)
         await _start(request, response, common)
-        position = 0
+        position, pace = 0, self._pace(request)
         while position < total:
             mark = fill.mark
             if (
@@ -163,6 +170,7 @@ class BlobServer:
                     fill.base + position,
                     released - position,
                     wire.SOURCE_FILL,
+                    pace,
                 )
                 position = released
             else:

@@ -46,7 +46,10 @@ def status_document(node: Node, clients: Clients) -> dict[str, Any]:
         "parents": parents,
         "siblings": node.siblings.report() if node.siblings is not None else [],
         "children": clients.report(),
-        "connections": node.admission.connections,
+        "connections": node.admission.connections.taken,
+        "max_connections": node.admission.connections.most,
+        "requests": node.admission.requests.taken,
+        "waiting": node.admission.waits.taken,
         "fills": [
             {
                 "run": fill.target.run,

@@ -1,0 +1,68 @@
+"""File descriptors: as many as the system gives, and shared out so that none of them run out."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import resource
+from dataclasses import dataclass
+from typing import Final
+
+log = logging.getLogger("relay.descriptors")
+
+_BASE: Final = 24
+"""Standard streams, event loop, listeners, logs, libraries."""
+_PER_FILL: Final = 3
+"""A fill has a connection, a file and a lease on its version's directory."""
+_FEW: Final = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What a number of descriptors is enough for.
+
+    Attributes:
+        descriptors: How many there are.
+        polls: Connections to parents for heads, over all runs.
+        fills: Blobs fetched at once from parents; as many again from siblings.
+        connections: Clients' connections; each takes one, and one more while a blob is sent.
+        refused: Connections over that number that are told so.
+    """
+
+    descriptors: int
+    polls: int
+    fills: int
+    connections: int
+    refused: int
+
+
+def share_out(descriptors: int) -> Budget:
+    """Share descriptors out; an eighth is for directories (``shardcast.store.descriptors``). Pure."""
+    polls = max(4, descriptors // 8)
+    fills = max(2, descriptors // 32)
+    left = descriptors - _BASE - max(8, descriptors // 8) - polls - 2 * _PER_FILL * min(fills, 16)
+    refused = max(2, left // 8)
+    return Budget(descriptors, polls, fills, max(16, (left - refused) // 2), refused)
+
+
+def budget() -> Budget:
+    """Return what this process may open now; says so where that is little."""
+    soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found = share_out(1 << 20 if soft == resource.RLIM_INFINITY else min(soft, 1 << 20))
+    if found.descriptors < _FEW:
+        log.warning(
+            "only %d file descriptors: at most %d connections of clients, and %d runs followed "
+            "without delay; raise the limit (ulimit -n, LimitNOFILE=) for more",
+            found.descriptors,
+            found.connections,
+            found.polls // 2,
+        )
+    return found
+
+
+def raise_descriptor_limit() -> None:
+    """Take all file descriptors that the system grants without asking."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
