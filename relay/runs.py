@@ -267,6 +267,7 @@ class RelayRun:
 
     def _look(self, known: dict[int, Version]) -> dict[int, StoredVersion]:
         found: dict[int, StoredVersion] = {}
+        self.store.forget_gone()
         for number, version in known.items():
             try:
                 stored = self.store.stored(number)

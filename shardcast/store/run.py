@@ -301,6 +301,12 @@ class RunStore:
                         return self._open(version, directory, committed=committed)
             return None
 
+    def forget_gone(self) -> None:
+        """Let go of versions that another process has removed: descriptors, memory."""
+        with self._lock:
+            for number in [n for n, stored in self._cache.items() if not stored.alive]:
+                self._cache.pop(number).close()
+
     def commit(self, number: int, durability: Durability = Durability.SYNC) -> StoredVersion:
         """Give a complete staged version its final name (``StoredVersion.commit_to``).
 

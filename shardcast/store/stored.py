@@ -145,12 +145,16 @@ class StoredVersion:
 
     @property
     def alive(self) -> bool:
-        """Whether the directory still has its name (no other process evicted it)."""
-        try:
-            named = os.stat(self.directory)
-        except OSError:
-            return False
-        return (named.st_dev, named.st_ino) == self._identity
+        """Whether the directory still has its name (no other process evicted it).
+
+        While it is being committed that may be its new name already.
+        """
+        for directory in (self.directory, self._target):
+            with contextlib.suppress(OSError):
+                named = os.stat(directory) if directory is not None else None
+                if named is not None and (named.st_dev, named.st_ino) == self._identity:
+                    return True
+        return False
 
     # --- reading and writing ----------------------------------------------------------------
 
