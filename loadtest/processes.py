@@ -209,6 +209,16 @@ class Process:
             self.wait(timeout=_STOP_GRACE_S)
         return obeyed
 
+    def terminate(self) -> None:
+        """Ask the process to end (SIGTERM) and return at once."""
+        if self._pidfd >= 0:
+            _send(self._pidfd, signal.SIGTERM)
+
+    def send(self, *, stop: bool) -> None:
+        """Stop the process where it stands (SIGSTOP), or let it go on (SIGCONT)."""
+        if self._pidfd >= 0:
+            _send(self._pidfd, signal.SIGSTOP if stop else signal.SIGCONT)
+
     def stderr_tail(self) -> str:
         """Return the end of what the process wrote to stderr."""
         data = self.log.read_bytes()[-_STDERR_TAIL_BYTES:]
@@ -292,10 +302,14 @@ class Processes:
         name: str,
         cwd: Path | None = None,
         stdin: bool = False,
+        env: Mapping[str, str] | None = None,
     ) -> Process:
-        """Start a process that lives until it ends or the group is closed."""
+        """Start a process that lives until it ends or the group is closed.
+
+        `env` replaces the group's environment for this one.
+        """
         log = self.logs / f"{len(self._started):03d}-{name}.stderr"
-        process = Process(argv, name=name, log=log, env=self._env, cwd=cwd, stdin=stdin)
+        process = Process(argv, name=name, log=log, env=env or self._env, cwd=cwd, stdin=stdin)
         self._started.append(process)
         return process
 
@@ -313,6 +327,11 @@ class Processes:
             ProcessError: It failed or did not end in time.
         """
         return self.start(argv, name=name, cwd=cwd).check(timeout=timeout)
+
+    @property
+    def started(self) -> Sequence[Process]:
+        """Every process of the group so far, ended ones too."""
+        return tuple(self._started)
 
     def stop_all(self) -> None:
         """End every process that is still running, newest first."""

@@ -1,0 +1,140 @@
+"""What a process holds, and a run's directory, and whether that grows.
+
+Descriptors by kind, threads and resident memory come from /proc; a directory is searched for what
+nobody will ever look at again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_NUMBER = re.compile(r"^[0-9]{6,16}$")
+_STATE = re.compile(r"^([0-9]{6,16})\.(?:json|shards)$")
+
+
+@dataclass(frozen=True)
+class Vitals:
+    """What a process held at one moment.
+
+    Attributes:
+        descriptors: How many of each kind: socket, pipe, file, directory, deleted, eventpoll, ...
+        deleted: Paths of open files that have no name any more.
+        threads: How many threads.
+        resident: Bytes.
+    """
+
+    descriptors: Counter[str]
+    deleted: tuple[str, ...]
+    threads: int
+    resident: int
+
+
+def vitals(pid: int) -> Vitals:
+    """Read a process's vitals.
+
+    Raises:
+        FileNotFoundError, ProcessLookupError: It is gone.
+    """
+    kinds: Counter[str] = Counter()
+    deleted = []
+    base = Path(f"/proc/{pid}/fd")
+    for name in os.listdir(base):
+        with contextlib.suppress(FileNotFoundError):
+            target = os.readlink(base / name)
+            kind = _kind(base / name, target)
+            kinds[kind] += 1
+            if kind == "deleted":
+                deleted.append(target)
+    threads = len(os.listdir(f"/proc/{pid}/task"))
+    return Vitals(kinds, tuple(sorted(deleted)), threads, resident_bytes(pid))
+
+
+def resident_bytes(pid: int) -> int:
+    """Return the resident set of a process."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _kind(link: Path, target: str) -> str:
+    if target.startswith("anon_inode:"):
+        return target.removeprefix("anon_inode:").strip("[]")
+    if ":" in target and not target.startswith("/"):
+        return target.split(":", 1)[0]
+    if target.endswith(" (deleted)"):
+        return "deleted"
+    if target.startswith("/dev/"):
+        return "device"
+    return "directory" if link.is_dir() else "file"
+
+
+def grown(before: Vitals, after: Vitals, *, slack: int) -> list[str]:
+    """Return what grew by more than `slack` from one moment of rest to another."""
+    found = [
+        f"{kind} {before.descriptors[kind]} -> {count}"
+        for kind, count in sorted(after.descriptors.items())
+        if kind != "deleted" and count > before.descriptors[kind] + slack
+    ]
+    found += [f"deleted but open: {path}" for path in after.deleted]
+    if after.threads > before.threads + slack:
+        found.append(f"threads {before.threads} -> {after.threads}")
+    return found
+
+
+def growth_bytes(samples: Sequence[tuple[float, int]]) -> float:
+    """Return by how much memory grew over samples of (seconds, bytes), as a robust line has it.
+
+    Theil-Sen: the median of the slopes between all pairs, times the length. A peak in the
+    middle does not count, a step that stays does.
+    """
+    slopes = [
+        (b - a) / (t - s)
+        for position, (s, a) in enumerate(samples)
+        for t, b in samples[position + 1 :]
+        if t > s
+    ]
+    if not slopes:
+        return 0.0
+    return statistics.median(slopes) * (samples[-1][0] - samples[0][0])
+
+
+def leftovers(home: Path) -> list[str]:
+    """Return what lies in a run's directory (docs/PROTOCOL.md, "Store") and serves nobody.
+
+    Temporary files, trash, state of versions that are gone, and staging of versions older than the
+    newest committed one. Call it where nothing is on its way.
+    """
+    state = home / "state"
+    committed = _numbers(home / "versions")
+    staged = _numbers(state / "staging")
+    newest = max(committed, default=0)
+    found = [f"state/staging/{n:06d}" for n in sorted(staged) if n <= newest]
+    for directory in (state / "tmp", state / "trash"):
+        found += [str(path.relative_to(home)) for path in _entries(directory)]
+    for path in _entries(state):
+        match = _STATE.match(path.name)
+        if match and int(match[1]) not in committed | staged:
+            found.append(str(path.relative_to(home)))
+    found += [
+        str(path.relative_to(home))
+        for path in home.rglob(".*.tmp")
+        if "versions" not in path.relative_to(home).parts
+    ]
+    return sorted(set(found))
+
+
+def _entries(directory: Path) -> Iterable[Path]:
+    try:
+        return sorted(directory.iterdir())
+    except FileNotFoundError:
+        return ()
+
+
+def _numbers(directory: Path) -> set[int]:
+    return {int(path.name) for path in _entries(directory) if _NUMBER.match(path.name)}
