@@ -1,7 +1,6 @@
-"""Following a run: what to do next is a pure function, a small loop does it.
+"""Following a run: what to do next is a pure function (``steps``), a small loop does it.
 
-Newest wins: as soon as a newer version is announced, work on an older one stops; what was verified
-of it stays on disk and serves the newer one. Fetching goes on while a version is being activated.
+Fetching goes on while a version is being activated.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -19,6 +17,7 @@ from shardcast.heads import HeadKeeper
 from shardcast.protocol.head import Head, VersionRef
 from shardcast.protocol.limits import SKEW_MS
 from shardcast.session import Obtained
+from shardcast.steps import Situation, Step, next_step
 
 RETRY_FIRST_S: Final = 1.0
 RETRY_CAP_S: Final = 30.0
@@ -28,105 +27,18 @@ LOOK_S: Final = 30.0
 """How often a follower looks at the clock."""
 
 
-@dataclass(frozen=True, slots=True)
-class Situation:
-    """Where a follower stands.
-
-    Attributes:
-        head: The newest accepted head, None before the first.
-        expired: Whether it has expired, and versions of an expired head are not taken.
-        current: Number of the version that ``current`` names, if it is whole.
-        manifest: Its manifest.
-        obtaining: Number of the version that is being fetched.
-        ready: Number of the version that is complete and not activated yet.
-        activating: Number of the version that is being activated.
-    """
-
-    head: Head | None = None
-    expired: bool = False
-    current: int | None = None
-    manifest: str | None = None
-    obtaining: int | None = None
-    ready: int | None = None
-    activating: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What to do now; None and False mean nothing.
-
-    Attributes:
-        stop: Drop what is being fetched.
-        obtain: Begin to fetch this.
-        activate: Begin to activate what is ready.
-        held: What is ready waits because the publisher holds activations.
-    """
-
-    stop: bool = False
-    obtain: VersionRef | None = None
-    activate: bool = False
-    held: bool = False
-
-
-def wanted(situation: Situation) -> VersionRef | None:
-    """Return the version to be on, None for the one that is current.
-
-    That is the head's ``version``: where it is newer, or where the current one was withdrawn or
-    is not retained any more; an expired head moves a follower only away from a withdrawn one.
-    """
-    head = situation.head
-    target = None if head is None else head.newest()
-    if head is None or target is None:
-        return None
-    current = situation.current
-    if current is None:
-        return None if situation.expired else target
-    if current == target.version and situation.manifest == target.manifest:
-        return None
-    if current in head.withdrawn:
-        return target
-    if situation.expired:
-        return None
-    if target.version > current or head.ref(current) is None:
-        return target
-    return None
-
-
-def next_step(situation: Situation) -> Step:
-    """Decide."""
-    target = wanted(situation)
-    if target is None or target.version == situation.activating:
-        return Step(stop=situation.obtaining is not None)
-    if situation.ready == target.version:
-        held = situation.head is not None and situation.head.hold
-        return Step(
-            stop=situation.obtaining is not None,
-            activate=not held and situation.activating is None,
-            held=held,
-        )
-    activate = _worth_activating(situation)
-    if situation.obtaining == target.version:
-        return Step(activate=activate)
-    if situation.obtaining is not None:
-        return Step(stop=True, activate=activate)
-    return Step(obtain=target, activate=activate)
-
-
-def _worth_activating(situation: Situation) -> bool:
-    """Say whether what is ready, though no longer the newest, is better than what is current."""
-    head, ready = situation.head, situation.ready
-    if head is None or ready is None or situation.activating is not None or head.hold:
-        return False
-    if head.ref(ready) is None or ready in head.withdrawn:
-        return False
-    return situation.current is None or ready > situation.current
-
-
 class Acts(Protocol):
     """What a follower can do: the part of ``WorkerSession`` that it needs."""
 
     async def obtain(self, ref: VersionRef) -> Obtained:
         """Make a version complete on disk."""
+        ...
+
+    async def supersedes(self, newer: VersionRef) -> bool:
+        """Say whether what is being obtained should be dropped for a newer version.
+
+        If so, what that throws away is counted: say it only once for each that is dropped.
+        """
         ...
 
     async def activate(self, ready: Obtained, *, busy: tuple[int, ...] = ()) -> Path:
@@ -171,6 +83,8 @@ class Follower:
         self._sleep = sleep
         self._rng = rng or random.Random()  # noqa: S311 - spreads load, keeps no secret
         self._obtaining: tuple[VersionRef, asyncio.Task[Obtained]] | None = None
+        self._weighing: tuple[int, asyncio.Task[bool]] | None = None
+        self._weighed: tuple[int, bool] | None = None
         self._ready: Obtained | None = None
         self._activating: tuple[Obtained, asyncio.Task[Path]] | None = None
         self._resting: asyncio.Task[None] | None = None
@@ -201,6 +115,8 @@ class Follower:
             current=None if self._current is None else self._current[0],
             manifest=None if self._current is None else self._current[1],
             obtaining=None if self._obtaining is None else self._obtaining[0].version,
+            weighed=None if self._weighed is None else self._weighed[0],
+            switch=self._weighed is not None and self._weighed[1],
             ready=None if self._ready is None else self._ready.ref.version,
             activating=None if self._activating is None else self._activating[0].ref.version,
         )
@@ -214,6 +130,9 @@ class Follower:
             self._held = self._ready.ref.version
             self._emit_version(EventKind.HELD, self._ready.ref)
         begun = False
+        if step.weigh is not None and self._weighing is None:
+            weighing = asyncio.ensure_future(self._acts.supersedes(step.weigh))
+            self._weighing = (step.weigh.version, weighing)
         if step.obtain is not None and self._resting is None:
             obtaining = asyncio.ensure_future(self._acts.obtain(step.obtain))
             self._obtaining = (step.obtain, obtaining)
@@ -230,9 +149,16 @@ class Follower:
         """Take over what tasks have finished."""
         if self._obtaining is not None and self._obtaining[1].done():
             ref, task = self._obtaining
-            self._obtaining = None
+            self._obtaining = self._weighed = None
+            self._forget_weighing()
             if not task.cancelled():
                 self._outcome(ref, task)
+        if self._weighing is not None and self._weighing[1].done():
+            newer, weighed = self._weighing
+            self._weighing = None
+            # Documents that cannot be had: the older version is finished meanwhile.
+            failed = weighed.cancelled() or weighed.exception() is not None
+            self._weighed = (newer, not failed and weighed.result())
         if self._activating is not None and self._activating[1].done():
             ready, activation = self._activating
             self._activating = None
@@ -241,12 +167,28 @@ class Follower:
         if self._resting is not None and self._resting.done():
             self._resting = None
 
+    def _forget_weighing(self) -> None:
+        """What was being weighed has ended: its weight does not matter any more."""
+        if self._weighing is not None:
+            self._weighing[1].cancel()
+
     def _outcome(self, ref: VersionRef, task: asyncio.Task[Obtained]) -> None:
         try:
             self._ready = task.result()
             self._failures = 0
         except ShardcastError as error:
-            self._failed(ref, error)
+            if self._gone(ref):
+                self._emit_version(EventKind.SUPERSEDED, ref, error)
+            else:
+                self._failed(ref, error)
+
+    def _gone(self, ref: VersionRef) -> bool:
+        """Say whether a version that could not be had is one that nobody need have any more."""
+        head = None if self._keeper.accepted is None else self._keeper.accepted.head
+        newest = None if head is None else head.newest()
+        if head is None or newest is None or newest.version <= ref.version:
+            return False
+        return head.ref(ref.version) is None
 
     def _activated(self, ready: Obtained, task: asyncio.Task[Path]) -> None:
         try:
@@ -292,6 +234,7 @@ class Follower:
         waits: set[asyncio.Future[Any]] = set()
         for task in (
             None if self._obtaining is None else self._obtaining[1],
+            None if self._weighing is None else self._weighing[1],
             None if self._activating is None else self._activating[1],
             self._resting,
         ):
@@ -313,9 +256,11 @@ class Follower:
             await asyncio.gather(*helpers, return_exceptions=True)
 
     async def _end(self) -> None:
-        tasks: list[asyncio.Task[Obtained] | asyncio.Task[Path] | asyncio.Task[None]] = []
+        tasks: list[asyncio.Future[Any]] = []
         if self._obtaining is not None:
             tasks.append(self._obtaining[1])
+        if self._weighing is not None:
+            tasks.append(self._weighing[1])
         if self._activating is not None:
             tasks.append(self._activating[1])
         if self._resting is not None:

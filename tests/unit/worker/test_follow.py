@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,13 @@ import msgspec
 import pytest
 
 from shardcast.errors import EngineError, NetworkError
-from shardcast.events import EventKind
-from shardcast.follow import Situation, Step, next_step, wanted
+from shardcast.events import EventKind, WorkerEvent
 from shardcast.hooks import UpdateHook
 from shardcast.protocol.head import Head, VersionRef
+from shardcast.steps import Situation, Step, next_step, wanted
 from shardcast.store.run import RunStore
 from shardcast.worker import Update
-from tests.fakes import Action, FakeRun, Request, RunServer, Until
+from tests.fakes import KIB, Action, FakeRun, Request, RunServer, Until
 from tests.unit.worker.conftest import QUICK, some_bytes, with_config
 from tests.unit.worker.test_pull import Log, assert_is, worker
 
@@ -94,14 +94,25 @@ def test_which_version_is_wanted(situation: Situation, version: int | None) -> N
         (at(1, head=head(2, (1,)), ready=2), Step(activate=True)),
         (at(1, head=head(2, (1,)), activating=2), Step()),
         (at(2, head=head(2, (1,))), Step()),
-        # newest wins
-        (at(1, head=head(3, (1, 2)), obtaining=2), Step(stop=True)),
+        # newest wins, if it is worth it; it is weighed once
+        (at(1, head=head(3, (1, 2)), obtaining=2), Step(weigh=ref(3))),
+        (at(1, head=head(3, (1, 2)), obtaining=2, weighed=3, switch=True), Step(stop=True)),
+        (at(1, head=head(3, (1, 2)), obtaining=2, weighed=3), Step()),
+        (at(1, head=head(4, (1, 2, 3)), obtaining=2, weighed=3), Step(weigh=ref(4))),
+        # the older one is finished even where the head does not list it any more
+        (at(1, head=head(3, (1,)), obtaining=2), Step(weigh=ref(3))),
+        (at(None, head=head(3), obtaining=2, weighed=3), Step()),
+        # but not for nothing: it was withdrawn, or is no better than what is current
+        (at(1, head=head(3, (1,), withdrawn=(2,)), obtaining=2), Step(stop=True)),
+        (at(2, head=head(3, (1,)), obtaining=2), Step(stop=True)),
+        (at(1, head=head(3, (1, 2)), obtaining=4), Step(stop=True)),
         (at(1, head=head(3, (1, 2)), activating=2), Step(obtain=ref(3))),
         # what is ready is used while the newer one is fetched, but not twice at once
         (at(1, head=head(3, (1, 2)), ready=2), Step(obtain=ref(3), activate=True)),
         (at(1, head=head(3, (1, 2)), ready=2, activating=1), Step(obtain=ref(3))),
         (at(1, head=head(3, (1, 2), withdrawn=(2,)), ready=2), Step(obtain=ref(3))),
-        (at(1, head=head(3, (1,)), ready=2), Step(obtain=ref(3))),
+        (at(1, head=head(3, (1,)), ready=2), Step(obtain=ref(3), activate=True)),
+        (at(1, head=head(3, (1,)), ready=4), Step(obtain=ref(3))),
         (at(1, head=head(3, (1, 2)), ready=3, activating=2), Step()),
         # hold: fetch, make ready, do not activate
         (at(1, head=head(2, (1,), hold=True)), Step(obtain=ref(2))),
@@ -138,7 +149,11 @@ class Following:
         if self.task.done():
             taking.cancel()
             self.task.result()
-        return await asyncio.wait_for(taking, 0.1)
+        if not taking.done():
+            taking.cancel()
+            told = [(e.kind.value, e.version, e.error) for e in self.log.events[-20:]]
+            raise AssertionError(f"no update; the last that was told: {told}")
+        return taking.result()
 
     async def event(self, kind: EventKind, count: int = 1) -> None:
         def told() -> bool:
@@ -148,6 +163,17 @@ class Following:
                 )
 
         assert await asyncio.to_thread(told), f"no {kind} among {self.log.kinds()}"
+
+    async def told(self, wanted: Callable[[WorkerEvent], bool]) -> None:
+        """Wait for an event."""
+
+        def there() -> bool:
+            with self.log.changed:
+                return self.log.changed.wait_for(
+                    lambda: any(wanted(event) for event in self.log.events), timeout=WAIT_S
+                )
+
+        assert await asyncio.to_thread(there), f"not among {self.log.kinds()}"
 
     async def stop(self) -> None:
         self.task.cancel()
@@ -205,9 +231,11 @@ async def test_a_version_that_is_here_is_not_told_again(
     assert_is(await following.update(), run, 2)
 
 
-def holding_back(run: FakeRun, server: RunServer, version: int) -> threading.Event:
+def holding_back(
+    run: FakeRun, server: RunServer, version: int, *, first: int = 0
+) -> threading.Event:
     """The server begins to answer for a version's shards when the event is set."""
-    release, shards = threading.Event(), set(run.shard_digests(version))
+    release, shards = threading.Event(), set(run.shard_digests(version)[first:])
 
     def fault(request: Request, data: bytes) -> Iterable[Action] | None:
         if request.digest not in shards:
@@ -246,6 +274,78 @@ async def test_newest_wins_while_an_older_one_is_on_its_way(
     assert [e.version for e in following.log.of(EventKind.COMMITTED)] == [1, 3]
     await following.stop()
     assert RunStore(tmp_path / "out", "policy").staged() == []
+
+
+PATIENT = with_config(
+    read_timeout_s=30, header_timeout_s=30, give_up_after_s=30, lag_s=30, silent_s=30
+)
+
+
+async def nearly_there(
+    out: Path, run: FakeRun, server: RunServer, started: list[Following]
+) -> tuple[Following, threading.Event]:
+    """A follower that has version 1 and lacks the last of eight shards of version 2."""
+    following = Following(out, run, server, config=PATIENT)
+    started.append(following)
+    await following.update()
+    second = {"model": some_bytes(8 * 256 * KIB, 2)}
+    run.add_version(2, second)
+    release = holding_back(run, server, 2, first=7)
+    run.files.pop(2)
+    run.publish(second)
+    await following.told(lambda e: e.version == 2 and (e.bytes_done or 0) >= 7 * 256 * KIB)
+    return following, release
+
+
+async def test_what_is_nearly_there_is_finished_first(
+    tmp_path: Path, run: FakeRun, server: RunServer, started: list[Following]
+) -> None:
+    """A newer version that shares nothing with it comes after it: slow workers reach versions."""
+    following, release = await nearly_there(tmp_path / "out", run, server, started)
+    third = run.publish({"model": some_bytes(8 * 256 * KIB, 3)})
+    await following.told(lambda e: e.kind is EventKind.HEAD and e.version == 3)
+    await asyncio.to_thread(
+        server.wait_for, lambda: third.manifest in server.blob_requests
+    )  # its documents are looked at
+    release.set()
+    assert_is(await following.update(), run, 2)
+    assert_is(await following.update(), run, 3)
+    assert following.log.of(EventKind.SUPERSEDED) == []
+
+
+async def test_a_newer_version_whose_documents_cannot_be_had_stops_nothing(
+    tmp_path: Path, run: FakeRun, server: RunServer, started: list[Following]
+) -> None:
+    following, release = await nearly_there(tmp_path / "out", run, server, started)
+    third = run.publish({"model": some_bytes(300_000, 3)})
+    manifest = run.blobs.pop(third.manifest)
+    await asyncio.to_thread(server.wait_for, lambda: third.manifest in server.blob_requests)
+    release.set()
+    assert_is(await following.update(), run, 2)
+    run.blobs[third.manifest] = manifest
+    assert_is(await following.update(), run, 3)
+
+
+async def test_a_version_that_left_the_head_and_its_sources_is_let_go(
+    tmp_path: Path, run: FakeRun, server: RunServer, started: list[Following]
+) -> None:
+    """It is no failure: the newest one is fetched at once."""
+    following, release = await nearly_there(tmp_path / "out", run, server, started)
+    last = run.shard_digests(2)[7]
+    third = run.publish({"model": some_bytes(8 * 256 * KIB, 3)})
+    run.amend(versions=[third])
+    await asyncio.to_thread(server.wait_for, lambda: third.manifest in server.blob_requests)
+    config = following.worker.options.config
+    assert config.give_up_after_s == 30
+    del run.blobs[last]
+    server.fault = lambda request, data: None
+    release.set()
+    update = await following.update()
+    assert_is(update, run, 3)
+    (superseded,) = following.log.of(EventKind.SUPERSEDED)
+    assert superseded.version == 2
+    assert superseded.error is not None
+    assert following.log.of(EventKind.ERROR) == []
 
 
 async def test_hold_makes_ready_and_waits(

@@ -1,0 +1,130 @@
+"""What a follower does next: pure.
+
+Newest wins: when a newer version is announced, work on an older one stops if that throws little
+away (``protocol.plan.worth_switching``); what was verified of it stays on disk and serves the newer
+one. Otherwise the older one is finished first, so that a slow worker reaches versions, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardcast.protocol.head import Head, VersionRef
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """Where a follower stands.
+
+    Attributes:
+        head: The newest accepted head, None before the first.
+        expired: Whether it has expired, and versions of an expired head are not taken.
+        current: Number of the version that ``current`` names, if it is whole.
+        manifest: Its manifest.
+        obtaining: Number of the version that is being fetched.
+        weighed: The newer version that it was last compared with.
+        switch: Whether the newer one is worth dropping it for.
+        ready: Number of the version that is complete and not activated yet.
+        activating: Number of the version that is being activated.
+    """
+
+    head: Head | None = None
+    expired: bool = False
+    current: int | None = None
+    manifest: str | None = None
+    obtaining: int | None = None
+    weighed: int | None = None
+    switch: bool = False
+    ready: int | None = None
+    activating: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What to do now; None and False mean nothing.
+
+    Attributes:
+        stop: Drop what is being fetched.
+        weigh: Compare what is being fetched with this newer version.
+        obtain: Begin to fetch this.
+        activate: Begin to activate what is ready.
+        held: What is ready waits because the publisher holds activations.
+    """
+
+    stop: bool = False
+    weigh: VersionRef | None = None
+    obtain: VersionRef | None = None
+    activate: bool = False
+    held: bool = False
+
+
+def wanted(situation: Situation) -> VersionRef | None:
+    """Return the version to be on, None for the one that is current.
+
+    That is the head's ``version``: where it is newer, or where the current one was withdrawn or
+    is not retained any more; an expired head moves a follower only away from a withdrawn one.
+    """
+    head = situation.head
+    target = None if head is None else head.newest()
+    if head is None or target is None:
+        return None
+    current = situation.current
+    if current is None:
+        return None if situation.expired else target
+    if current == target.version and situation.manifest == target.manifest:
+        return None
+    if current in head.withdrawn:
+        return target
+    if situation.expired:
+        return None
+    if target.version > current or head.ref(current) is None:
+        return target
+    return None
+
+
+def next_step(situation: Situation) -> Step:
+    """Decide."""
+    target = wanted(situation)
+    if target is None or target.version == situation.activating:
+        return Step(stop=situation.obtaining is not None)
+    if situation.ready == target.version:
+        held = situation.head is not None and situation.head.hold
+        return Step(
+            stop=situation.obtaining is not None,
+            activate=not held and situation.activating is None,
+            held=held,
+        )
+    activate = _worth_activating(situation)
+    if situation.obtaining == target.version:
+        return Step(activate=activate)
+    if situation.obtaining is None:
+        return Step(obtain=target, activate=activate)
+    if not _worth_finishing(situation, target):
+        return Step(stop=True, activate=activate)
+    if situation.weighed == target.version:
+        return Step(stop=situation.switch, activate=activate)
+    return Step(weigh=target, activate=activate)
+
+
+def _worth_finishing(situation: Situation, target: VersionRef) -> bool:
+    """Say whether what is being fetched, though no longer the newest, would be of any use."""
+    head, obtaining = situation.head, situation.obtaining
+    if head is None or obtaining is None or obtaining in head.withdrawn:
+        return False
+    if obtaining > target.version:
+        return False
+    return situation.current is None or obtaining > situation.current
+
+
+def _worth_activating(situation: Situation) -> bool:
+    """Say whether what is ready, though no longer the newest, is better than what is current.
+
+    The head need not list it any more: a slow worker reaches it after that.
+    """
+    head, ready = situation.head, situation.ready
+    if head is None or ready is None or situation.activating is not None or head.hold:
+        return False
+    newest = head.newest()
+    if ready in head.withdrawn or newest is None or ready > newest.version:
+        return False
+    return situation.current is None or ready > situation.current
