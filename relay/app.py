@@ -14,14 +14,13 @@ from relay.config import Prefetch, RelayConfig
 from relay.descriptors import raise_descriptor_limit
 from relay.following import ParentFeed, check_keys
 from relay.handlers import Handlers
-from relay.node import Feed, Node
+from relay.life import Life
+from relay.node import Node
 from relay.origin import OriginFeed
-from relay.prefetch import Prefetcher
 from relay.publishing import Publishing
-from relay.retaining import Retention
-from relay.runs import RelayRun
 from relay.server import Server
-from shardcast.errors import ShardcastError, UsageError
+from relay.successor import Successors
+from shardcast.errors import UsageError
 from shardcast.store.store import Store
 
 __all__ = ["Prefetch", "RelayConfig", "serve"]
@@ -30,7 +29,6 @@ log = logging.getLogger("relay.app")
 
 _IO_THREADS = 16
 """For what may wait for a disk: hashing before the first serving, documents, uploads."""
-_RESTART_S = 1.0
 
 
 async def serve(
@@ -59,7 +57,6 @@ async def serve(
     loop.set_default_executor(ThreadPoolExecutor(_IO_THREADS, thread_name_prefix="relay-io"))
     raise_descriptor_limit()
     store = Store(config.store)
-    stopping = stop or asyncio.Event()
     node = Node(config, store, await asyncio.to_thread(store.node_id), loop)
     try:
         check_keys(node)
@@ -68,93 +65,45 @@ async def serve(
         server = Server(node, Handlers(node, publishing, clients))
         feed: OriginFeed | ParentFeed = OriginFeed(node) if config.origin else ParentFeed(node)
         node.feed = feed
-        with contextlib.nullcontext() if stop is not None else _signals(loop, stopping):
-            await _run(node, feed, server, publishing, ready, stopping)
+        life = Life(node, server, feed, publishing, replaceable=stop is None)
+        if stop is not None:
+            life.stopping = stop
+        with contextlib.nullcontext() if stop is not None else _signals(loop, life):
+            await life.run(ready)
     finally:
         await asyncio.to_thread(_close, node)
         store.close()
 
 
-async def _run(
-    node: Node,
-    feed: Feed,
-    server: Server,
-    publishing: Publishing,
-    ready: Callable[[str], None],
-    stopping: asyncio.Event,
-) -> None:
-    tasks: list[asyncio.Task[None]] = []
-    slots = asyncio.Semaphore(node.config.limits.prefetch_fills)
-
-    def background(name: str, work: Callable[[], object]) -> None:
-        tasks.append(asyncio.create_task(_forever(name, work), name=name))
-
-    def prefetch(run: RelayRun) -> None:
-        background(f"prefetch {run.name}", Prefetcher(node, run, slots).run)
-
-    if not node.config.origin:
-        node.on_run.append(prefetch)
-    try:
-        await feed.prepare()
-        url = await server.listen()
-        log.info("listening on %s, node %s", url, node.identity.node)
-        background("feed", feed.run)
-        background("retention", Retention(node).run)
-        background("uploads", publishing.run)
-        ready(url)
-        await stopping.wait()
-        log.info("draining")
-        node.draining = True
-        node.wake_runs()
-        await server.drain(node.config.limits.drain_s)
-    finally:
-        node.draining = True
-        for task in tasks:
-            task.cancel()
-        for fill in node.fills.open():
-            fill.cancel.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await server.drain(0.0)
-        for run in node.runs.values():
-            await run.close()
-    log.info("stopped")
-
-
-async def _forever(name: str, work: Callable[[], object]) -> None:
-    """Keep background work going: trouble with one run never ends the relay."""
-    while True:
-        try:
-            result = work()
-            assert asyncio.iscoroutine(result)
-            await result
-        except asyncio.CancelledError:
-            raise
-        except ShardcastError as error:
-            log.error("%s: %s", name, error)
-        except Exception:
-            log.exception("%s broke; it is started again", name)
-        await asyncio.sleep(_RESTART_S)
-
-
 def _close(node: Node) -> None:
-    """End fills and connections. Blocks for a moment."""
+    """End threads and connections. Blocks for a moment."""
     if node.sources is not None:
         node.sources.close()
     node.fills.close()
 
 
 @contextlib.contextmanager
-def _signals(loop: asyncio.AbstractEventLoop, stopping: asyncio.Event) -> Iterator[None]:
-    """Let SIGTERM and SIGINT set the event, where this is the main thread."""
+def _signals(loop: asyncio.AbstractEventLoop, life: Life) -> Iterator[None]:
+    """Obey signals, where this is the main thread: else whoever started us stops us.
+
+    SIGTERM and SIGINT drain; a second one ends at once. SIGUSR2 starts a successor.
+    """
+    successors = Successors(loop, life.may_be_replaced)
+
+    def stop() -> None:
+        (life.hurry if life.stopping.is_set() else life.stopping).set()
+
+    actions = {signal.SIGTERM: stop, signal.SIGINT: stop, signal.SIGUSR2: successors.start}
     installed = []
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number, action in actions.items():
         try:
-            loop.add_signal_handler(number, stopping.set)
+            loop.add_signal_handler(number, action)
             installed.append(number)
         except (ValueError, RuntimeError, NotImplementedError):
-            break  # not the main thread: whoever started us stops us
+            break
     try:
         yield
     finally:
+        successors.forget()
         for number in installed:
             loop.remove_signal_handler(number)

@@ -67,6 +67,11 @@ class Publishing:
         self._documents = asyncio.Semaphore(node.config.limits.max_documents)
         self._heads = asyncio.Lock()
 
+    @property
+    def busy(self) -> bool:
+        """Whether a request is being answered that may change the store."""
+        return self._open > 0
+
     async def run(self) -> None:
         """Forget abandoned uploads, until cancelled."""
         try:
@@ -82,11 +87,9 @@ class Publishing:
         self, request: web.BaseRequest, name: str, endpoint: str, digest: str
     ) -> web.StreamResponse:
         """Answer POST missing, PUT blobs and PUT head."""
-        refused = self._refusal(request)
+        refused = self._refusal(request) or await self._no_room()
         if refused is not None:
             return refused
-        if self._open >= self._node.config.limits.max_uploads:
-            return respond.busy_answer("too many uploads at once")
         self._open += 1
         try:
             run = await self._run(name)
@@ -94,6 +97,7 @@ class Publishing:
             if uploads is None:
                 most = self._node.config.limits.max_pending
                 uploads = self._uploads[name] = Uploads(run, most, self._node.clock)
+            await uploads.recover()
             match endpoint:
                 case "missing":
                     return await self._missing(request, run, uploads)
@@ -115,6 +119,14 @@ class Publishing:
             return respond.error_answer(status, error.code, error.message, Retry_After="5")
         finally:
             self._open -= 1
+
+    async def _no_room(self) -> web.Response | None:
+        """Return why nothing can be taken at the moment, or None."""
+        if not await self._node.keeper.hoped(self._node.config.limits.take_over_wait_s):
+            return respond.busy_answer("another process has this store at the moment")
+        if self._open >= self._node.config.limits.max_uploads:
+            return respond.busy_answer("too many uploads at once")
+        return None
 
     # --- who may --------------------------------------------------------------------------------
 

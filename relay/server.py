@@ -1,13 +1,13 @@
-"""Listening, connections and draining: aiohttp's low-level server with our own bounds."""
+"""Connections, from the first to the last: aiohttp's low-level server with our own bounds."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import socket
 from collections import OrderedDict
+from collections.abc import Collection
 from math import ceil
 from typing import Any, Final
 
@@ -16,20 +16,20 @@ from aiohttp.web_protocol import RequestHandler
 
 from relay import respond
 from relay.admission import client_of
-from relay.config import split_listen
 from relay.handlers import Handlers
+from relay.listening import BACKLOG, Listening
 from relay.node import Node
-from shardcast.errors import UsageError
 
 log = logging.getLogger("relay.server")
 
 _LINGER_S: Final = 5.0
 """How long the body of a refused request is read and thrown away."""
-_BACKLOG: Final = 1024
 _ACCEPT_AT_ONCE: Final = 16
 """Connections that asyncio accepts before it looks at any: it must not run out of descriptors in
 a burst of connections that are then refused."""
 _READ_BYTES: Final = 256 * 1024
+_LOOK_S: Final = 0.01
+"""Between two looks at the connections while draining."""
 
 
 _IDLE_S: Final = 1.0
@@ -44,7 +44,7 @@ _ALWAYS: Final = ("/healthz", "/readyz")
 class Connection(RequestHandler):
     """One client connection: counted, and bounded in time until its first request."""
 
-    __slots__ = ("busy", "client", "header_timer", "idlers", "let_in", "node", "proxy")
+    __slots__ = ("active", "busy", "client", "header_timer", "idlers", "let_in", "node", "proxy")
 
     def __init__(
         self, node: Node, idlers: OrderedDict[Connection, float], *args: Any, **kwargs: Any
@@ -56,10 +56,12 @@ class Connection(RequestHandler):
         self.client = ""
         self.let_in: bool | None = None
         self.busy = 0
+        self.active = 0.0
         self.header_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Let it in, or prepare to refuse it."""
+        self.touch()
         self.client = client_of(transport.get_extra_info("peername"))
         admission = self.node.admission
         self.proxy = admission.is_proxy(self.client)
@@ -78,6 +80,15 @@ class Connection(RequestHandler):
         self.header_timer = asyncio.get_running_loop().call_later(
             self.node.config.limits.header_timeout_s, self._no_request
         )
+
+    def data_received(self, data: bytes) -> None:
+        """Take what the client sent."""
+        self.touch()
+        super().data_received(data)
+
+    def touch(self) -> None:
+        """Something came or went."""
+        self.active = asyncio.get_running_loop().time()
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """Forget it."""
@@ -160,23 +171,50 @@ class Server:
         self._kwargs = dict(self._web._kwargs)
         self._idlers: OrderedDict[Connection, float] = OrderedDict()
         self._servers: list[asyncio.Server] = []
-        self._idle = asyncio.Event()
-        self._busy = 0
+        self._listening: Listening | None = None
 
-    async def listen(self) -> str:
-        """Bind and listen; return the URL.
+    async def start(self, listening: Listening) -> None:
+        """Accept connections; the sockets are this server's from now on."""
+        self._listening = listening
+        await self.resume()
 
-        Raises:
-            UsageError: If the address cannot be had.
-        """
-        host, port = split_listen(self._node.config.listen)
+    async def resume(self) -> None:
+        """Accept connections (again)."""
         loop = asyncio.get_running_loop()
-        sockets = await asyncio.to_thread(bind, host, port)
-        for sock in sockets:
-            server = await loop.create_server(self._connection, sock=sock, backlog=_ACCEPT_AT_ONCE)
+        assert self._listening is not None
+        for sock in self._listening.sockets:
+            own = sock.dup()
+            server = await loop.create_server(self._connection, sock=own, backlog=_ACCEPT_AT_ONCE)
             self._servers.append(server)
-            sock.listen(_BACKLOG)  # asyncio uses one number for both
-        return url_of(host, sockets[0].getsockname())
+            own.listen(BACKLOG)  # asyncio uses one number for both
+
+    def pause(self) -> None:
+        """Accept nothing; whoever connects waits in the kernel's queue."""
+        while self._servers:
+            self._servers.pop().close()
+
+    async def stop_accepting(self, kept: Collection[str] = ()) -> None:
+        """Accept no more, for good.
+
+        What waits in the queue of a socket that nobody else listens on is let in first: the
+        kernel would reset it.
+
+        Args:
+            kept: Addresses (``str(getsockname())``) that another process goes on listening on.
+        """
+        self.pause()
+        listening, self._listening = self._listening, None
+        if listening is None:
+            return
+        loop = asyncio.get_running_loop()
+        waiting = []
+        for sock in listening.sockets:
+            if not listening.passed and str(sock.getsockname()) not in kept:
+                waiting += waiting_on(sock)
+            sock.close()
+        for connection in waiting:
+            with contextlib.suppress(OSError):
+                await loop.connect_accepted_socket(self._connection, connection)
 
     def _connection(self) -> Connection:
         loop = asyncio.get_running_loop()
@@ -191,15 +229,12 @@ class Server:
             response.force_close()
             return _refusal(response)
         connection.busy += 1
-        self._busy += 1
         self._idlers.pop(connection, None)
         try:
             return await self._admit(request, connection)
         finally:
             connection.busy -= 1
-            self._busy -= 1
-            if not self._busy:
-                self._idle.set()
+            connection.touch()
             if connection.let_in:
                 self._idlers[connection] = asyncio.get_running_loop().time()
 
@@ -227,72 +262,51 @@ class Server:
             admission.requests.leave(client)
 
     async def drain(self, seconds: float) -> None:
-        """Stop accepting, let running responses finish for a while, then close everything."""
-        for server in self._servers:
-            server.close()
+        """Let every connection end in its own time, for a while.
+
+        A response that began is finished. A connection without a request is closed once it has
+        been silent for ``quiet_s``: a client that is about to use it again would find it closed
+        under its request. Who does use it again is answered, with ``Connection: close``.
+        """
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + seconds
+        quiet = self._node.config.limits.quiet_s
+        # Once more than needed: a connection accepted last is made known a moment later.
+        await asyncio.sleep(_LOOK_S)
+        while True:
+            now = clock()
+            left = 0
+            for connection in self._web.connections:
+                if isinstance(connection, Connection) and connection.transport is not None:
+                    if not connection.busy and now - connection.active >= quiet:
+                        connection.force_close()
+                    else:
+                        left += 1
+            if not left:
+                return
+            if now >= deadline:
+                log.warning("%d connections did not end within %.0f s", left, seconds)
+                return
+            await asyncio.sleep(_LOOK_S)
+
+    async def close(self) -> None:
+        """Cut off whatever is left."""
+        await self.stop_accepting()
         for connection in self._web.connections:
-            if isinstance(connection, Connection) and not connection.busy:
-                connection.force_close()
-        deadline = asyncio.get_running_loop().time() + seconds
-        while self._busy:
-            self._idle.clear()
-            left = deadline - asyncio.get_running_loop().time()
-            if left <= 0:
-                log.warning("%d requests did not end within %.0f s", self._busy, seconds)
-                break
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(left):
-                    await self._idle.wait()
+            if isinstance(connection, Connection) and connection.transport is not None:
+                connection.transport.abort()
         await self._web.shutdown(1.0)
 
 
-def bind(host: str, port: int) -> list[socket.socket]:
-    """Bind every address of a host to one port; ``::`` takes IPv4 as well.
-
-    Raises:
-        UsageError: If no address can be had, or one is taken.
-    """
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as error:
-        raise UsageError(f"--listen: host {host!r} is not known: {error}") from error
-    sockets: list[socket.socket] = []
-    problem: OSError | None = None
-    for family, kind, protocol, _name, address in dict.fromkeys(found):
-        if sockets and port == 0:
-            address = (address[0], sockets[0].getsockname()[1], *address[2:])
-        try:
-            sockets.append(_bind_one(family, kind, protocol, address))
-        except OSError as error:
-            problem = error
-            if error.errno == errno.EADDRINUSE:
-                break
-    if not sockets or (problem is not None and problem.errno == errno.EADDRINUSE):
-        for sock in sockets:
-            sock.close()
-        raise UsageError(f"--listen {host}:{port}: {problem}")
-    return sockets
-
-
-def _bind_one(family: int, kind: int, protocol: int, address: Any) -> socket.socket:
-    sock = socket.socket(family, kind, protocol)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            dual = address[0] == "::"
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if dual else 1)
-        sock.bind(address)
-        sock.setblocking(False)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
-
-
-def url_of(host: str, address: Any) -> str:
-    """Return the URL that reaches a listening socket from this machine."""
-    name = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - a name, no bind
-    return f"http://[{name}]:{address[1]}" if ":" in name else f"http://{name}:{address[1]}"
+def waiting_on(sock: socket.socket) -> list[socket.socket]:
+    """Take every connection that waits to be accepted."""
+    found = []
+    with contextlib.suppress(OSError):  # none is left, or no descriptor
+        while True:
+            connection, _address = sock.accept()
+            connection.setblocking(False)
+            found.append(connection)
+    return found
 
 
 def _tune(transport: asyncio.BaseTransport, stuck_s: float) -> None:

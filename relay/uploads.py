@@ -156,6 +156,34 @@ class Uploads:
         self._clock = clock
         self._by_layout: dict[str, Upload] = {}
         self._lock = asyncio.Lock()
+        self._recovering = asyncio.Lock()
+        self._recovered = False
+
+    async def recover(self) -> None:
+        """Know again, once, what the process before this one was being sent.
+
+        Its publishers go on with shards, and do not send the documents again.
+        """
+        async with self._recovering:
+            if self._recovered:
+                return
+            for digest, data in await in_thread(self._staged_documents):
+                with contextlib.suppress(ShardcastError):
+                    await self.register(digest, decode_any(data))
+            self._recovered = True
+
+    def _staged_documents(self) -> list[tuple[str, bytes]]:
+        """Return the documents of versions that no head has announced. Blocking."""
+        store, head = self.run.store, self.run.head
+        newest = 0 if head is None else max((ref.version for ref in head.head.versions), default=0)
+        found = []
+        for number in store.staged():
+            stored = store.stored(number) if number > newest else None
+            for digest in () if stored is None else stored.version.documents:
+                data = store.read_blob(digest)
+                if data is not None:
+                    found.append((digest, data))
+        return found
 
     async def register(self, digest: str, document: Document) -> None:
         """Take in a document whose bytes are in ``blobs/``; make room for its version.

@@ -53,6 +53,14 @@ def relay(
             rich_help_panel=SERVING,
         ),
     ] = None,
+    take_over: Annotated[
+        bool,
+        typer.Option(
+            "--take-over",
+            help="Take the place of the relay that serves this store, without a gap; or just start.",
+            rich_help_panel=SERVING,
+        ),
+    ] = False,
     publish_token_file: Annotated[
         Path | None,
         typer.Option(
@@ -134,10 +142,20 @@ def relay(
             rich_help_panel=DISK,
         ),
     ] = None,
+    scrub_rate: Annotated[
+        str,
+        typer.Option(
+            "--scrub-rate",
+            metavar="BYTES",
+            help="Bytes a second to read again from the disk in search of flipped bits; 0: none.",
+            rich_help_panel=DISK,
+        ),
+    ] = "16MB",
 ) -> None:
     """Serve runs over HTTP: an origin without --parent, else a relay below its parents.
 
-    Prints one JSON line when it listens. SIGTERM lets running downloads finish.
+    Prints one JSON line when it listens. SIGTERM lets running downloads finish, a second one ends
+    it at once; SIGUSR2 replaces it by the same command, as installed now, without a gap.
     """
     import asyncio
 
@@ -155,10 +173,12 @@ def relay(
         runs=tuple(run or ()),
         pubkeys=load_pubkeys(pubkey),
         first_use=trust_on_first_use,
+        take_over=take_over,
         publish_token_file=publish_token_file,
         keep=keep,
         keep_for_s=None if keep_for is None else parse_time(keep_for, "--keep-for"),
         quota_bytes=None if quota is None else parse_size(quota, "--quota"),
+        scrub_rate_bytes_per_s=parse_size(scrub_rate, "--scrub-rate"),
         limit_rate_bytes_per_s=(
             None if limit_rate is None else parse_size(limit_rate, "--limit-rate")
         ),

@@ -1,0 +1,105 @@
+"""Who may change a store: one process at a time, also while a relay is replaced by the next one.
+
+A relay that writes (fills, uploads, eviction, commits) holds the lock ``{store}/.relay.lock``, which
+the kernel releases when its process ends, however it ends. A relay without the lock serves what
+the disk holds and changes nothing that another process may be writing. docs/adr/0011 has the
+reasons.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import logging
+import time
+from collections.abc import Callable
+
+from relay.threads import in_thread
+from shardcast.errors import BusyError, DiskError
+from shardcast.store.locks import FileLock
+from shardcast.store.store import Store
+
+log = logging.getLogger("relay.keeping")
+
+LOCK_NAME = ".relay.lock"
+POLL_S = 0.02
+"""Between two tries: flock has no wait with a deadline, and a waiting thread cannot be cancelled."""
+
+
+class Keeping(enum.Enum):
+    """How this process stands to the store."""
+
+    WAITING = "waiting"
+    HELD = "held"
+    GIVEN_UP = "given up"
+
+
+class Keeper:
+    """The right to change a store. Used on the event loop.
+
+    Attributes:
+        state: Whether this process has it, hopes for it, or had it.
+    """
+
+    def __init__(
+        self, store: Store, *, needed: bool, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Take nothing yet.
+
+        Args:
+            store: The store.
+            needed: False for a relay that only reads: an origin without uploads, whose publishers
+                have locks of their own. It counts as held.
+            clock: Monotonic seconds.
+        """
+        self.state = Keeping.WAITING if needed else Keeping.HELD
+        self._clock = clock
+        self._lock = FileLock(store.root / LOCK_NAME, what=f"store {store.root}")
+        self._needed = needed
+        self._settled = asyncio.Event()
+        if not needed:
+            self._settled.set()
+
+    @property
+    def held(self) -> bool:
+        """Whether this process may change the store now."""
+        return self.state is Keeping.HELD
+
+    async def acquire(self, wait_s: float) -> None:
+        """Take the lock. A cancellation leaves it untaken.
+
+        A store that cannot be locked at all (a read-only file system) is not waited for: whatever
+        is written there fails by itself.
+
+        Raises:
+            BusyError: If another process has it for longer than ``wait_s``; names that process.
+        """
+        deadline = self._clock() + wait_s
+        while self.state is Keeping.WAITING:
+            try:
+                await in_thread(self._lock.acquire)
+            except BusyError:
+                if self._clock() >= deadline:
+                    raise
+                await asyncio.sleep(POLL_S)
+                continue
+            except DiskError as error:
+                log.warning("the store cannot be locked against a second relay: %s", error)
+            self.state = Keeping.HELD
+            self._settled.set()
+
+    async def hoped(self, seconds: float) -> bool:
+        """Wait for the lock if this process is about to get it; return whether it has it."""
+        if self.state is Keeping.WAITING:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._settled.wait()
+        return self.held
+
+    def give_up(self) -> None:
+        """Give the lock back, for good."""
+        if self._needed:
+            self.state = Keeping.GIVEN_UP
+            self._settled.set()
+        self._lock.release()
