@@ -130,7 +130,7 @@ class RequestRate:
 
     def __init__(self, per_s: float, burst: int, clock: Callable[[], float]) -> None:
         self._interval_s = 1.0 / per_s
-        self._ahead_s = (burst - 1) * self._interval_s
+        self._ahead_s = (burst - 1 + 1e-6) * self._interval_s  # sums of floats are not exact
         self._clock = clock
         self._used_until: OrderedDict[str, float] = OrderedDict()
 

@@ -44,7 +44,8 @@ class Limits:
         max_requests: Requests being answered at once. A connection has one at a time.
         max_requests_per_client: The same for one client: counts where a proxy's connection
             carries the requests of many.
-        max_waits: Requests for a head that wait for a newer one; more are answered at once.
+        max_waits: Requests for a head that wait for a newer one; more are answered at once. Never
+            more than half of the connections.
         max_waits_per_client: The same for one client.
         requests_per_s_per_client: What one client may ask for in the long run: a relay of one core
             answers some thousand a second.
@@ -79,10 +80,10 @@ class Limits:
     max_connections_per_client: int = 2048
     max_requests: int = 4096
     max_requests_per_client: int = 2048
-    max_waits: int = 2048
-    max_waits_per_client: int = 1024
+    max_waits: int = 4096
+    max_waits_per_client: int = 2048
     requests_per_s_per_client: float = 500.0
-    request_burst_per_client: int = 8192
+    request_burst_per_client: int = 8000
     refused_connections: int = 256
     header_timeout_s: float = 20.0
     idle_timeout_s: float = 75.0
@@ -192,7 +193,7 @@ class RelayConfig:
         if min(limits.max_connections, limits.max_connections_per_client) < 1:
             raise UsageError("--max-connections and --max-connections-client are at least 1")
         if limits.requests_per_s_per_client <= 0 or limits.request_burst_per_client < 1:
-            raise UsageError("--limit-requests-client is more than 0")
+            raise UsageError("--limit-requests-client must be more than 0")
 
     @property
     def origin(self) -> bool:

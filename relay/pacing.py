@@ -69,7 +69,7 @@ class FairQueue:
         """Let ``total`` bytes a second pass in all and ``per_client`` for each; None: no limit."""
         self._total = None if total is None else _Bucket(total, now)
         self._per_client = per_client
-        self._virtual = 0.0
+        self._virtual = self._last_finish = 0.0
         self._clients: dict[str, _Client] = {}
         self._idle: OrderedDict[str, _Client] = OrderedDict()  # of these, who waits for nothing
         self._ready: list[tuple[float, int, _Client]] = []  # by virtual start
@@ -83,6 +83,8 @@ class FairQueue:
 
     def add(self, client: str, turn: Turn, now: float) -> None:
         """Queue a wish."""
+        if not self._ready and (self._total is None or self._total.free_at <= now):
+            self._virtual = self._last_finish  # nobody is served: nobody has a lead
         self._forget(now)
         known = self._clients.get(client)
         if known is None:
@@ -107,15 +109,17 @@ class FairQueue:
             if not turn.given_up:
                 self._virtual = max(self._virtual, start)
                 client.finish = start + turn.count
+                self._last_finish = max(self._last_finish, client.finish)
                 if self._total is not None:
                     self._total.take(turn.count, now)
                 if client.bucket is not None:
                     client.bucket.take(turn.count, now)
-                turn.granted()
             if client.waiting:
                 self._queue(client, now)
             else:
                 self._idle[client.name] = client
+            if not turn.given_up:
+                turn.granted()
 
     def _queue(self, client: _Client, now: float) -> None:
         if client.bucket is not None and client.bucket.free_at > now:

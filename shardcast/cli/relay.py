@@ -21,6 +21,8 @@ from shardcast.cli.units import parse_size, parse_time
 from shardcast.cli.xdg import default_store
 
 SERVING: Final = "Serving"
+CLIENTS: Final = "Clients"
+_BURST_S: Final = 16
 
 
 class PrefetchChoice(enum.StrEnum):
@@ -48,9 +50,56 @@ def relay(
         typer.Option(
             "--limit-rate",
             metavar="BYTES",
-            help="Most bytes a second to send in all, such as 100MB.",
+            help="Most bytes a second to send in all, such as 100MB; clients share it.",
             show_default=False,
-            rich_help_panel=SERVING,
+            rich_help_panel=CLIENTS,
+        ),
+    ] = None,
+    limit_rate_client: Annotated[
+        str | None,
+        typer.Option(
+            "--limit-rate-client",
+            metavar="BYTES",
+            help="Most bytes a second to send to one client.",
+            show_default=False,
+            rich_help_panel=CLIENTS,
+        ),
+    ] = None,
+    limit_requests_client: Annotated[
+        float,
+        typer.Option(
+            "--limit-requests-client",
+            metavar="N",
+            help="Most requests a second of one client in the long run, and 16 times that at once.",
+            rich_help_panel=CLIENTS,
+        ),
+    ] = 500.0,
+    max_connections: Annotated[
+        int,
+        typer.Option(
+            "--max-connections",
+            metavar="N",
+            help="Most connections in all. Fewer where file descriptors are few.",
+            rich_help_panel=CLIENTS,
+        ),
+    ] = 4096,
+    max_connections_client: Annotated[
+        int,
+        typer.Option(
+            "--max-connections-client",
+            metavar="N",
+            help="Most connections, requests and waiting requests of one client.",
+            rich_help_panel=CLIENTS,
+        ),
+    ] = 2048,
+    trust_proxy: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--trust-proxy",
+            metavar="ADDRESS",
+            help="A proxy (or network) whose X-Forwarded-For names the client. May be repeated.",
+            show_default=False,
+            rich_help_panel=CLIENTS,
         ),
     ] = None,
     take_over: Annotated[
@@ -160,7 +209,7 @@ def relay(
     import asyncio
 
     from relay.app import serve
-    from relay.config import Prefetch, RelayConfig
+    from relay.config import Limits, Prefetch, RelayConfig
     from shardcast.cli.logs import configure_logging
 
     configure_logging(out)
@@ -177,11 +226,25 @@ def relay(
         publish_token_file=publish_token_file,
         keep=keep,
         keep_for_s=None if keep_for is None else parse_time(keep_for, "--keep-for"),
-        quota_bytes=None if quota is None else parse_size(quota, "--quota"),
+        quota_bytes=_size(quota, "--quota"),
         scrub_rate_bytes_per_s=parse_size(scrub_rate, "--scrub-rate"),
-        limit_rate_bytes_per_s=(
-            None if limit_rate is None else parse_size(limit_rate, "--limit-rate")
+        limit_rate_bytes_per_s=_size(limit_rate, "--limit-rate"),
+        limit_rate_client_bytes_per_s=_size(limit_rate_client, "--limit-rate-client"),
+        trusted_proxies=tuple(trust_proxy or ()),
+        limits=Limits(
+            max_connections=max_connections,
+            max_connections_per_client=max_connections_client,
+            max_requests=max_connections,
+            max_requests_per_client=max_connections_client,
+            max_waits=max_connections,
+            max_waits_per_client=max_connections_client,
+            requests_per_s_per_client=limit_requests_client,
+            request_burst_per_client=max(1, round(_BURST_S * limit_requests_client)),
         ),
         prefetch=Prefetch(prefetch.value),
     )
     asyncio.run(serve(config, ready=lambda url: out.emit("listening", url=url)))
+
+
+def _size(text: str | None, option: str) -> int | None:
+    return None if text is None else parse_size(text, option)

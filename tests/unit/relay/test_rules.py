@@ -1,4 +1,4 @@
-"""Admission, routes, owners, places in the tree, retention: pure rules."""
+"""Routes, owners, places in the tree, retention: pure rules."""
 
 import random
 from collections import Counter
@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 
-from relay.admission import Admission, TokenBucket
 from relay.config import Limits, RelayConfig, read_token, split_listen
 from relay.handlers import find_route
 from relay.parents import Parents, SourceRoute, Sources
 from relay.server import url_of
 from relay.siblings import Siblings, owner_of
 from shardcast.errors import MalformedError, NetworkError, SourceStatusError, UsageError
-from shardcast.protocol.limits import MAX_DEPTH, MIB
+from shardcast.protocol.limits import MAX_DEPTH
 from shardcast.upstream import UpstreamState
 
 
@@ -24,68 +23,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-# --- bytes and connections ------------------------------------------------------------------------
-
-
-def test_the_bucket_books_time_in_order() -> None:
-    clock = Clock()
-    bucket = TokenBucket(MIB, clock)
-    waits = [bucket.book(MIB) for _ in range(3)]
-    assert waits == pytest.approx([1, 2, 3])
-    clock.now += 10
-    assert bucket.book(MIB // 100) == 0
-
-
-def test_the_bucket_gives_the_rate_over_time() -> None:
-    clock = Clock()
-    bucket = TokenBucket(10 * MIB, clock)
-    start, sent = clock.now, 0
-    while sent < 100 * MIB:
-        clock.now += bucket.book(bucket.piece_bytes)
-        sent += bucket.piece_bytes
-    assert sent / (clock.now - start) == pytest.approx(10 * MIB, rel=0.02)
-
-
-def test_connections_are_counted_in_all_and_by_client() -> None:
-    admission = Admission(Limits(max_connections=4, max_connections_per_client=2))
-    assert [admission.enter("a"), admission.enter("a"), admission.enter("a")] == [True, True, False]
-    assert [admission.enter(client) for client in "bcd"] == [True, True, False]
-    admission.leave("a")
-    assert admission.enter("d")
-    for client in "abcd":
-        admission.leave(client)
-    assert admission.connections == 0
-
-
-def test_only_so_many_are_refused_politely() -> None:
-    admission = Admission(Limits(refused_connections=1))
-    assert [admission.refuse(), admission.refuse()] == [True, False]
-    admission.refused_left()
-    assert admission.refuse()
-
-
-@pytest.mark.parametrize("descriptors", [64, 256, 1024, 1 << 20])
-def test_connections_leave_descriptors_for_the_store(descriptors: int) -> None:
-    admission = Admission(Limits(max_connections=1 << 20, refused_connections=1 << 20), descriptors)
-    taken = 0
-    while admission.enter(f"client {taken % 7}"):
-        taken += 1
-    refused = 0
-    while admission.refuse():
-        refused += 1
-    assert taken >= 16
-    assert refused >= 2
-    if descriptors >= 256:
-        assert 2 * taken + refused <= descriptors - 64 - descriptors // 4
-
-
-def test_one_address_never_takes_all_connections() -> None:
-    admission = Admission(Limits(), descriptors=256)
-    while admission.enter("greedy"):
-        pass
-    assert admission.enter("another")
 
 
 # --- options ------------------------------------------------------------------------------------
@@ -133,6 +70,11 @@ def test_the_url_that_is_printed_works_on_this_machine(host: str, address: Any, 
         {"parents": ("http://x",), "publish_token_file": Path("t")},
         {"keep": 0},
         {"limit_rate_bytes_per_s": 1},
+        {"limit_rate_client_bytes_per_s": 1},
+        {"trusted_proxies": ("nonsense",)},
+        {"limits": Limits(max_connections=0)},
+        {"limits": Limits(max_connections_per_client=0)},
+        {"limits": Limits(requests_per_s_per_client=0)},
         {"quota_bytes": 1},
         {"listen": "nonsense"},
     ],
