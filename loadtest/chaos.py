@@ -21,7 +21,7 @@ class Kind(enum.StrEnum):
         RESTART: SIGTERM, awaited, started again.
         STALL: SIGSTOP, SIGCONT after a while.
         FLIP: One bit of a committed version's file on disk, under the running process.
-        FLIP_DOWN: SIGKILL, one bit of what it had on disk, started again.
+        DAMAGE: SIGKILL, damage to a file of its directory (a bit, a cut or zeroed end), started again.
         FILL: A small file system is filled to its last byte, and freed after a while.
         CLOCK: The process's wall clock is wrong for a while.
         FREEZE: A link passes nothing on for a while; its connections stay.
@@ -32,7 +32,7 @@ class Kind(enum.StrEnum):
     RESTART = "restart"
     STALL = "stall"
     FLIP = "flip"
-    FLIP_DOWN = "flip-down"
+    DAMAGE = "damage"
     FILL = "fill"
     CLOCK = "clock"
     FREEZE = "freeze"
@@ -70,7 +70,7 @@ WEIGHTS: Final[Mapping[Kind, int]] = {
     Kind.RESTART: 3,
     Kind.STALL: 3,
     Kind.FLIP: 2,
-    Kind.FLIP_DOWN: 2,
+    Kind.DAMAGE: 2,
     Kind.FILL: 2,
     Kind.CLOCK: 2,
     Kind.FREEZE: 2,
@@ -83,7 +83,7 @@ _LASTING: Final[Mapping[Kind, tuple[float, float]]] = {
     Kind.RESTART: (0.0, 1.0),
     Kind.STALL: (0.5, 12.0),  # up to a stall that readers give up on, and shorter ones
     Kind.FLIP: (0.0, 0.0),
-    Kind.FLIP_DOWN: (0.0, 1.0),
+    Kind.DAMAGE: (0.0, 1.0),
     Kind.FILL: (2.0, 10.0),
     Kind.CLOCK: (3.0, 12.0),
     Kind.FREEZE: (1.0, 12.0),
@@ -92,7 +92,7 @@ _LASTING: Final[Mapping[Kind, tuple[float, float]]] = {
 _ERRORS_S: Final = (-30 * 86400.0, -86400.0, -3600.0, 3600.0, 86400.0, 30 * 86400.0)
 """Clocks are wrong by hours (a time zone), a day, or long enough for every head to expire."""
 
-_MEAN_GAP_S: Final = 2.0
+_MEAN_GAP_S: Final = 1.5
 _RECOVERY_S: Final = 5.0
 """A victim is left alone for so long after an act: what it does then is what is watched."""
 
@@ -161,6 +161,7 @@ class Step(enum.StrEnum):
         LINK: Publishes new weights by hard links.
         STREAMED: Opens a version, adds its parts one by one, closes it.
         KILLED: Begins to publish and is killed in the middle.
+        STREAM_KILLED: Opens a version and is killed before it is closed.
         WITHDRAW: Withdraws the newest version.
         HOLD: Holds activations for a while.
         ROTATE: Hands the run over to a new key with the next version.
@@ -171,6 +172,7 @@ class Step(enum.StrEnum):
     LINK = "link"
     STREAMED = "streamed"
     KILLED = "killed"
+    STREAM_KILLED = "stream-killed"
     WITHDRAW = "withdraw"
     HOLD = "hold"
     ROTATE = "rotate"
@@ -199,7 +201,9 @@ _STEPS: Final = (
     *(Step.FRESH,) * 4,
     *(Step.SHARED,) * 3,
     *(Step.LINK,) * 2,
+    *(Step.STREAMED,) * 2,
     *(Step.KILLED,) * 2,
+    Step.STREAM_KILLED,
     Step.WITHDRAW,
     Step.HOLD,
     Step.ROTATE,
@@ -226,4 +230,6 @@ def lessons(seed: int, *, start: float, end: float) -> list[Lesson]:
             seconds = min(rng.uniform(3.0, 8.0), end - now)
         elif step is Step.KILLED:
             seconds = rng.uniform(0.2, 1.2)  # from the start of the interpreter to the commit
+        elif step is Step.STREAM_KILLED:
+            seconds = rng.uniform(0.6, 1.6)
         found.append(Lesson(now, step, seconds))

@@ -27,6 +27,7 @@ from loadtest.scenario import UnavailableError
 from loadtest.topology import shardcast
 
 RUN: Final = "policy"
+ORIGIN: Final = "origin"
 LATE: Final = "w07"
 RESTLESS: Final = "w08"
 """The worker that is restarted all the time."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import heapq
 import itertools
 import os
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from loadtest.chaos import Act, Kind
-from loadtest.fleet import Fleet, Member
+from loadtest.fleet import ORIGIN, Fleet, Member
 from loadtest.processes import Process, ProcessError
 
 _STOP_S = 45.0  # a relay drains for up to 30 s
@@ -77,11 +78,11 @@ class Harm:
         self.done[act.kind] += 1
         end = act.at + act.seconds
         match act.kind:
-            case Kind.KILL | Kind.FLIP_DOWN:
+            case Kind.KILL | Kind.DAMAGE:
                 member = self._fleet.members[act.target]
                 self._fleet.kill(member)
-                if act.kind is Kind.FLIP_DOWN:
-                    self._flip(member, act, down=True)
+                if act.kind is Kind.DAMAGE:
+                    self._damage_down(member, act)
                 self.at(end, lambda: self.start(member))
             case Kind.RESTART:
                 self.restart(self._fleet.members[act.target], act.at, act.seconds)
@@ -90,7 +91,7 @@ class Harm:
                 self._fleet.stall(member)
                 self.at(end, lambda: self._fleet.resume(member))
             case Kind.FLIP:
-                self._flip(self._fleet.members[act.target], act, down=False)
+                self._flip(self._fleet.members[act.target], act)
             case Kind.FILL:
                 disk = self._fleet.disks[act.target]
                 disk.fill()
@@ -142,30 +143,39 @@ class Harm:
 
     # --- bits -------------------------------------------------------------------------------
 
-    def _flip(self, member: Member, act: Act, *, down: bool) -> None:
-        """Flip one bit of a file of a version: committed, or (while it is down) staged too.
+    def _flip(self, member: Member, act: Act) -> None:
+        """Flip one bit of a committed version's file under the running process."""
+        files = _weights(member.home / "versions")
+        if files:
+            self._damage(files[int(act.draw * len(files))], act, files, Damage.BIT)
 
-        Half of the flips leave the file's times as they were, as a failing disk would.
+    def _damage_down(self, member: Member, act: Act) -> None:
+        """Damage any file of a run's directory while nobody has it open.
+
+        Not what only a person may replace: remembered trust, and an origin's own head.
         """
-        roots = [member.home / "versions"]
-        if down:
-            roots.append(member.home / "state" / "staging")
-        files = [
+        spared = {"trust.json", "head.json"} if member.name == ORIGIN else {"trust.json"}
+        home = member.home
+        weights = [*_weights(home / "versions"), *_weights(home / "state" / "staging")]
+        documents = [
             path
-            for root in roots
-            for path in sorted(root.rglob("*"))
-            if path.is_file() and path.stat().st_size and path.suffix == ".safetensors"
+            for pattern in ("head.json", "blobs/*.bin", "state/*.json", "state/*.shards")
+            for path in sorted(home.glob(pattern))
+            if path.name not in spared and path.stat().st_size
         ]
-        if not files:
-            return
-        path = files[int(act.draw * len(files))]
-        offset = int(act.draw * 7919 * path.stat().st_size) % path.stat().st_size
-        silent = int(act.draw * 1000) % 2 == 0
+        files = documents if documents and int(act.draw * 1e6) % 3 == 0 else weights
+        if files:
+            kind = list(Damage)[int(act.draw * 1e4) % len(Damage)]
+            self._damage(files[int(act.draw * len(files))], act, files, kind)
+
+    def _damage(self, path: Path, act: Act, files: Sequence[Path], kind: Damage) -> None:
         same = [other for other in files if other.samefile(path)]  # linked versions suffer too
+        final = [other for other in same if "versions" in other.parts]
         with self._flips.open("a") as out:
-            out.writelines(f"{other}\n" for other in same if "staging" not in other.parts)
-        flip_bit(path, offset, silent=silent)
-        self._tell(f"        bit of {path} at {offset}{', times kept' if silent else ''}")
+            out.writelines(f"{other}\n" for other in final)
+        silent = int(act.draw * 1000) % 2 == 0
+        damage(path, kind, act.draw, silent=silent)
+        self._tell(f"        {kind} of {path}{', times kept' if silent else ''}")
 
     # --- the end ----------------------------------------------------------------------------
 
@@ -191,13 +201,31 @@ class Harm:
             self._fleet.await_start(member)
 
 
-def flip_bit(path: Path, offset: int, *, silent: bool) -> None:
-    """Flip the lowest bit of one byte; `silent` leaves the file's modification time as it was."""
+class Damage(enum.StrEnum):
+    """What a disk does to a file: flips a bit, loses the end, or leaves zeros there."""
+
+    BIT = "bit"
+    CUT = "cut"
+    ZERO = "zero"
+
+
+def damage(path: Path, kind: Damage, draw: float, *, silent: bool) -> None:
+    """Damage a file from a place that `draw` chooses; `silent` leaves its times as they were."""
     before = path.stat()
+    offset = int(draw * 7919 * before.st_size) % before.st_size
     with path.open("r+b") as file:
         file.seek(offset)
-        byte = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([byte ^ 1]))
+        if kind is Damage.BIT:
+            byte = file.read(1)[0]
+            file.seek(offset)
+            file.write(bytes([byte ^ 1]))
+        elif kind is Damage.CUT:
+            file.truncate(offset)
+        else:
+            file.write(bytes(before.st_size - offset))
     if silent:
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def _weights(root: Path) -> list[Path]:
+    return [path for path in sorted(root.rglob("*.safetensors")) if path.stat().st_size]

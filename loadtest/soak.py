@@ -49,6 +49,8 @@ _QUIET_VERSIONS: Final = 3
 GROWN_SLACK: Final = 4
 """Descriptors of a kind, or threads, that may be more after three further versions: a connection may
 be open or not at the moment of looking. A leak of one a version and source shows as more."""
+MOST_THREADS: Final = 64
+"""A relay's pools grow to 16 threads for disks and twice 16 for fills, and a few beside them."""
 GROWTH_MB: Final = 24.0
 """Memory that a process may gain over the second half of a soak: the allocator keeps arenas of the
 most threads and buffers (1 MiB each) it ever had at once. A leak of one version each, 6 MB every
@@ -212,7 +214,9 @@ class Soak:
         holding = [
             f"{name}: {what}"
             for name, after in second.items()
-            for what in grown(first.get(name, after), after, slack=GROWN_SLACK)
+            for what in grown(
+                first.get(name, after), after, slack=GROWN_SLACK, threads=MOST_THREADS
+            )
         ]
         litter = self._litter(fleet)
         seen = self._verdict_of(observer)

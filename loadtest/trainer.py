@@ -79,8 +79,8 @@ class Trainer:
             self._command("hold", "--off")
         elif lesson.step is Step.WITHDRAW:
             self._withdraw()
-        elif lesson.step is Step.KILLED:
-            self._killed(lesson.seconds)
+        elif lesson.step in (Step.KILLED, Step.STREAM_KILLED):
+            self._killed(lesson)
         else:
             self.publish(lesson.step)
 
@@ -122,11 +122,12 @@ class Trainer:
         self._tell(f"publisher: version {version} is checkpoint {self._serial}")
         return version
 
-    def _killed(self, after_s: float) -> None:
+    def _killed(self, lesson: Lesson) -> None:
+        step = Step.STREAMED if lesson.step is Step.STREAM_KILLED else Step.FRESH
         process = self._fleet.processes.start(
-            self._argv(Step.FRESH, self._checkpoint(shared=False)), name="publish-killed"
+            self._argv(step, self._checkpoint(shared=False)), name="publish-killed"
         )
-        process.watch_exit(after_s)
+        process.watch_exit(lesson.seconds)
         process.kill()
         if process.events("published"):
             self._note(process)

@@ -74,15 +74,22 @@ def _kind(link: Path, target: str) -> str:
     return "directory" if link.is_dir() else "file"
 
 
-def grown(before: Vitals, after: Vitals, *, slack: int) -> list[str]:
-    """Return what grew by more than `slack` from one moment of rest to another."""
+def grown(before: Vitals, after: Vitals, *, slack: int, threads: int) -> list[str]:
+    """Return what grew from one moment of rest to another.
+
+    Args:
+        before: The first moment.
+        after: The second one.
+        slack: By how many descriptors a kind may grow; a file without a name is one too many.
+        threads: How many threads there may be: pools grow up to their bounds.
+    """
     found = [
         f"{kind} {before.descriptors[kind]} -> {count}"
         for kind, count in sorted(after.descriptors.items())
         if kind != "deleted" and count > before.descriptors[kind] + slack
     ]
     found += [f"deleted but open: {path}" for path in after.deleted]
-    if after.threads > before.threads + slack:
+    if after.threads > threads:
         found.append(f"threads {before.threads} -> {after.threads}")
     return found
 
