@@ -163,21 +163,20 @@ async def find_predecessor(store: Path) -> Predecessor | None:
         BusyError: If it does not give way.
         BrokenError: If it answers nonsense, or not at all.
     """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
     try:
-        sock = await asyncio.to_thread(_knock, store / DOOR_NAME)
-    except OSError:
-        return None
-    try:
+        if not await _knock(sock, store / DOOR_NAME):
+            sock.close()
+            return None
         pid = _credentials(sock)[0]
         _send(sock, encode("take_over", pid=os.getpid()))
-        data, sockets = await asyncio.to_thread(_take_sockets, sock)
+        data, sockets = await _take_sockets(sock)
         try:
             offer = decode(data, "offer")
         except BaseException:
             for found in sockets:
                 found.close()
             raise
-        sock.setblocking(False)
         path = [str(node) for node in offer["path"]]
         return Predecessor(pid, sockets, bool(offer["passed"]), int(offer["depth"]), path, sock)
     except BaseException:
@@ -185,23 +184,34 @@ async def find_predecessor(store: Path) -> Predecessor | None:
         raise
 
 
-def _knock(path: Path) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+async def _knock(sock: socket.socket, path: Path) -> bool:
+    """Connect; False if nobody is there."""
+    loop = asyncio.get_running_loop()
     try:
-        sock.settimeout(ANSWER_S)
         with _short_path(path) as name:
-            sock.connect(name)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
+            async with asyncio.timeout(ANSWER_S):
+                await loop.sock_connect(sock, name)
+    except TimeoutError:
+        raise BrokenError(f"the running relay did not answer for {ANSWER_S:g} s") from None
+    except OSError:
+        return False
+    return True
 
 
-def _take_sockets(sock: socket.socket) -> tuple[bytes, list[socket.socket]]:
+async def _take_sockets(sock: socket.socket) -> tuple[bytes, list[socket.socket]]:
+    loop = asyncio.get_running_loop()
+    readable = asyncio.Event()
+    loop.add_reader(sock, readable.set)
     try:
+        async with asyncio.timeout(ANSWER_S):
+            await readable.wait()
         data, numbers, _flags, _address = socket.recv_fds(sock, _PACKET_BYTES, _MOST_SOCKETS)
+    except TimeoutError:
+        raise BrokenError(f"the running relay did not answer for {ANSWER_S:g} s") from None
     except OSError as error:
         raise BrokenError(f"the running relay does not answer: {error}") from error
+    finally:
+        loop.remove_reader(sock)
     sockets = []
     for number in numbers:
         os.set_inheritable(number, False)

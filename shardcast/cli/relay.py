@@ -207,6 +207,7 @@ def relay(
     it at once; SIGUSR2 replaces it by the same command, as installed now, without a gap.
     """
     import asyncio
+    import os
 
     from relay.app import serve
     from relay.config import Limits, Prefetch, RelayConfig
@@ -243,7 +244,7 @@ def relay(
         ),
         prefetch=Prefetch(prefetch.value),
     )
-    asyncio.run(serve(config, ready=lambda url: out.emit("listening", url=url)))
+    asyncio.run(serve(config, ready=lambda url: out.emit("listening", url=url, pid=os.getpid())))
 
 
 def _size(text: str | None, option: str) -> int | None:

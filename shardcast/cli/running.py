@@ -34,8 +34,10 @@ async def _terminable(work: Coroutine[Any, Any, _T]) -> _T:
     came = asyncio.Event()
 
     def terminate() -> None:
+        # The second time, what still cleans up (a server that drains) is cut short.
+        for running in asyncio.all_tasks(loop) if came.is_set() else [task]:
+            running.cancel()
         came.set()
-        task.cancel()
 
     with contextlib.suppress(NotImplementedError, ValueError):  # not in the main thread
         loop.add_signal_handler(signal.SIGTERM, terminate)

@@ -27,7 +27,9 @@ POLL_S: Final = 0.1
 async def serve_out(
     out: Path, run: str, listen: str, ready: Callable[[str], None], *, depth: Callable[[], int]
 ) -> None:
-    """Serve OUT until cancelled.
+    """Serve OUT until cancelled; then neighbours that are downloading get the rest.
+
+    A second cancellation ends that, too.
 
     Args:
         out: The directory.
@@ -51,12 +53,33 @@ async def serve_out(
     try:
         lock.acquire(wait_s=5.0)
         config = RelayConfig(store=view.parent, listen=listen, runs=(run,), depth=depth)
-        async with asyncio.TaskGroup() as group:
-            group.create_task(_forward_heads(store, view))
-            await serve(config, ready=ready, stop=asyncio.Event())
+        stop = asyncio.Event()
+        tasks = [
+            asyncio.create_task(serve(config, ready=ready, stop=stop)),
+            asyncio.create_task(_forward_heads(store, view)),
+        ]
+        await _until_cancelled(tasks, stop)
     finally:
         lock.release()
         store.close()
+
+
+async def _until_cancelled(tasks: list[asyncio.Task[None]], stop: asyncio.Event) -> None:
+    """Run the server and what feeds it; the first is told to stop, the others are cancelled."""
+    serving, *others = tasks
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        stop.set()
+        for task in others:
+            task.cancel()
+        try:
+            await asyncio.wait([serving])
+        finally:
+            serving.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def make_view(out: Path, run: str) -> Path:
