@@ -9,12 +9,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from loadtest.processes import ProcessError, Processes, terminate_as_exit
+from loadtest.processes import ProcessError, Processes, scratch, terminate_as_exit
 
 SCENARIOS = (
     "cut_through",
@@ -49,7 +48,7 @@ def run_scenario(name: str, *, quick: bool, work: Path | None) -> dict[str, Any]
     argv = [sys.executable, "-m", f"loadtest.{name}", *(["--quick"] if quick else [])]
     if work is not None:
         argv += ["--work", str(work)]
-    with tempfile.TemporaryDirectory(prefix="gates-") as logs, Processes(Path(logs)) as processes:
+    with scratch("gates-") as logs, Processes(logs) as processes:
         process = processes.start(argv, name=name)
         try:
             process.wait(timeout=_TIMEOUT_S[quick])

@@ -6,13 +6,17 @@ never on a timer; a failure message carries the end of the process's stderr.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from loadtest import measure
+from loadtest import guardian, measure
 
 Event = dict[str, Any]
 
@@ -30,6 +34,120 @@ _STOP_GRACE_S = 10.0
 
 class ProcessError(Exception):
     """A process ended, or kept silent, where something else was expected of it."""
+
+
+class _Termination:
+    """SIGTERM, turned into one SystemExit at a moment where nothing gets lost by it.
+
+    `timeout` signals the whole group, and whoever started us signals us once more: a second exit
+    in the middle of the clean-up of the first would leave the rest of it undone.
+    """
+
+    def __init__(self) -> None:
+        self._wanted: int | None = None
+        self._leaving = False
+        self._undisturbed = 0
+
+    def on_signal(self, number: int, _frame: object) -> None:
+        """Leave, now or at the end of what must not be disturbed; once."""
+        self._wanted = number
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._wanted is not None and not self._undisturbed and not self._leaving:
+            self._leaving = True
+            raise SystemExit(128 + self._wanted)
+
+    def reset(self) -> None:
+        """Forget a signal: the next one counts again."""
+        self._wanted, self._leaving = None, False
+
+    @contextlib.contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Let the block finish before a signal ends the program."""
+        if threading.current_thread() is not threading.main_thread():
+            yield  # signals arrive in the main thread
+            return
+        self._undisturbed += 1
+        try:
+            yield
+        finally:
+            self._undisturbed -= 1
+        self._leave()
+
+
+_termination = _Termination()
+
+
+@contextlib.contextmanager
+def terminate_as_exit() -> Iterator[None]:
+    """Turn SIGTERM into SystemExit, so that context managers end what they started.
+
+    Only the first one: later ones find the clean-up at work already.
+    """
+    previous = signal.signal(signal.SIGTERM, _termination.on_signal)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+        _termination.reset()
+
+
+class _Guard:
+    """Our end of the pipe to the guardian, who cleans up if this process is killed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._owner = 0
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def tell(self, word: str, what: object) -> None:
+        """Tell the guardian something; the first time, start it."""
+        with self._lock:
+            if self._child is None or self._owner != os.getpid():
+                self._child = subprocess.Popen(
+                    [sys.executable, "-I", "-S", guardian.__file__],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    cwd="/",
+                    start_new_session=True,
+                )
+                self._owner = os.getpid()
+                atexit.register(self._done)
+            self._write(f"{word} {what}\n")
+
+    def _done(self) -> None:
+        if self._child is not None and self._owner == os.getpid():
+            self._write("done\n")
+            assert self._child.stdin is not None
+            with contextlib.suppress(OSError):
+                self._child.stdin.close()
+            self._child.wait(_STOP_GRACE_S)
+
+    def _write(self, line: str) -> None:
+        assert self._child is not None
+        assert self._child.stdin is not None
+        with contextlib.suppress(OSError):  # a guardian that is gone guards nothing; work goes on
+            self._child.stdin.write(line.encode())
+            self._child.stdin.flush()
+
+
+_guard = _Guard()
+
+
+@contextlib.contextmanager
+def scratch(prefix: str, parent: Path | None = None) -> Iterator[Path]:
+    """Give a fresh directory that is removed afterwards, even if this process is killed."""
+    with _termination.undisturbed():
+        path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        _guard.tell("directory", path)
+    try:
+        yield path
+    finally:
+        with _termination.undisturbed():
+            shutil.rmtree(path, ignore_errors=True)
+            _guard.tell("removed", path)
 
 
 class Process:
@@ -75,6 +193,7 @@ class Process:
                 cwd=cwd,
             )
         self.pid = self._child.pid
+        _guard.tell("process", self.pid)
         self._pidfd = os.pidfd_open(self.pid)
         self._reader = threading.Thread(target=self._read, name=f"read {name}", daemon=True)
         self._reader.start()
@@ -150,6 +269,7 @@ class Process:
         # A zombie still has its accounts: read them, then let the kernel forget it.
         wall = time.monotonic() - self.started
         written = measure.written_bytes(self.pid)
+        _guard.tell("ended", self.pid)
         _pid, status, spent = os.wait4(self.pid, 0)
         self._child.returncode = os.waitstatus_to_exitcode(status)
         self._usage = measure.Usage(wall, spent.ru_utime + spent.ru_stime, written)
@@ -309,8 +429,9 @@ class Processes:
         `env` replaces the group's environment for this one.
         """
         log = self.logs / f"{len(self._started):03d}-{name}.stderr"
-        process = Process(argv, name=name, log=log, env=env or self._env, cwd=cwd, stdin=stdin)
-        self._started.append(process)
+        with _termination.undisturbed():
+            process = Process(argv, name=name, log=log, env=env or self._env, cwd=cwd, stdin=stdin)
+            self._started.append(process)
         return process
 
     def run(
@@ -335,9 +456,10 @@ class Processes:
 
     def stop_all(self) -> None:
         """End every process that is still running, newest first."""
-        for process in reversed(self._started):
-            if not process.stop():
-                self.stubborn.append(process.name)
+        with _termination.undisturbed():
+            for process in reversed(self._started):
+                if not process.stop():
+                    self.stubborn.append(process.name)
 
 
 def free_port() -> int:
@@ -346,20 +468,6 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-@contextlib.contextmanager
-def terminate_as_exit() -> Iterator[None]:
-    """Turn SIGTERM into SystemExit, so that context managers end what they started."""
-
-    def leave(number: int, _frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    previous = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 def wait_for_port(process: Process, port: int, *, timeout: float) -> None:

@@ -13,14 +13,13 @@ import os
 import platform
 import shutil
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from loadtest.processes import terminate_as_exit
+from loadtest.processes import scratch, terminate_as_exit
 
 GB = 1_000_000_000
 MB = 1_000_000
@@ -189,9 +188,9 @@ def main(measure: Measure, *, name: str, full: Size, quick: Size) -> None:
     options = parser.parse_args()
     size = quick if options.quick else full
     parent = options.work or (_TMPFS if _TMPFS.is_dir() else None)
-    with terminate_as_exit(), tempfile.TemporaryDirectory(prefix="loadtest-", dir=parent) as work:
+    with terminate_as_exit(), scratch("loadtest-", parent) as work:
         settings = Settings(
-            work=Path(work),
+            work=work,
             bytes=options.bytes or size.bytes,
             repeats=options.repeats or size.repeats,
             quick=options.quick,

@@ -15,7 +15,6 @@ import os
 import re
 import shutil
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ from typing import Any, Final
 from loadtest.chaos import Act, Kind, Lesson, Step, lessons, plan
 from loadtest.fleet import LATE, RESTLESS, Fleet, Member
 from loadtest.harm import Harm
-from loadtest.processes import Event, Process, ProcessError, terminate_as_exit
+from loadtest.processes import Event, Process, ProcessError, scratch, terminate_as_exit
 from loadtest.scenario import MB, Check, Report, Settings, UnavailableError, as_json
 from loadtest.trainer import Trainer, wait_until
 from loadtest.vitals import Vitals, grown, growth_bytes, leftovers, resident_bytes, vitals
@@ -372,8 +371,8 @@ def main() -> None:
     shared = Path("/dev/shm")
     parent = options.work or (shared if shared.is_dir() else None)
     start = time.monotonic()
-    with terminate_as_exit(), tempfile.TemporaryDirectory(prefix="soak-", dir=parent) as work:
-        settings = Settings(Path(work), options.size, 1, quick=options.seconds <= SECONDS)
+    with terminate_as_exit(), scratch("soak-", parent) as work:
+        settings = Settings(work, options.size, 1, quick=options.seconds <= SECONDS)
         try:
             report, soak = measure(
                 settings, seconds=options.seconds, seed=options.seed, loud=options.loud

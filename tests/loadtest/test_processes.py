@@ -1,7 +1,12 @@
 """Processes are awaited on events, billed, and ended, whatever they do."""
 
+import json
 import os
+import select
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +22,25 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print('{"event": "listening"}', flush=True)
 time.sleep(60)
 """
+SCENARIO = """
+import sys, time
+from pathlib import Path
+from loadtest.processes import Processes, scratch, terminate_as_exit
+
+with terminate_as_exit(), scratch("scenario-", Path(sys.argv[1])) as work, Processes(work) as group:
+    child = group.start([sys.executable, "-c", CHILD], name="child")
+    child.wait_event("listening", timeout=20)
+    print('{"event": "started", "pid": %d}' % child.pid, flush=True)
+    time.sleep(60)
+""".replace(
+    "CHILD",
+    repr("""
+import signal, time
+signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.3), exit(0)))
+print('{"event": "listening"}', flush=True)
+time.sleep(60)
+"""),
+)
 PARENT = """
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
@@ -87,6 +111,45 @@ def test_a_kill_takes_the_children_along(tmp_path: Path) -> None:
         process.kill()
         assert not running(process.pid)
         assert not running(child)
+
+
+@pytest.mark.parametrize(
+    "signals",
+    [
+        [signal.SIGTERM],
+        [signal.SIGTERM, signal.SIGTERM, signal.SIGTERM],
+        [signal.SIGTERM, signal.SIGKILL],
+        [signal.SIGKILL],
+    ],
+    ids=lambda numbers: "+".join(number.name for number in numbers),
+)
+@pytest.mark.parametrize("whole_group", [False, True])
+def test_a_scenario_leaves_nothing_behind_however_it_is_ended(
+    tmp_path: Path, signals: list[signal.Signals], whole_group: bool
+) -> None:
+    """`timeout` signals the whole group, once or twice; an out-of-memory killer does not ask."""
+    work = tmp_path / "work"
+    work.mkdir()
+    scenario = subprocess.Popen(
+        [sys.executable, "-c", SCENARIO, str(work)],
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    with scenario:
+        assert scenario.stdout is not None
+        child = json.loads(scenario.stdout.readline())["pid"]
+        assert list(work.iterdir())
+        child_handle = os.pidfd_open(child)
+        for number in signals:
+            (os.killpg if whole_group else os.kill)(scenario.pid, number)
+        status = scenario.wait(TIMEOUT_S)
+        assert status == (-9 if signal.SIGKILL in signals else 143)
+    assert select.select([child_handle], [], [], TIMEOUT_S)[0], "the child outlived its scenario"
+    os.close(child_handle)
+    deadline = time.monotonic() + TIMEOUT_S
+    while list(work.iterdir()):  # the guardian is at work
+        assert time.monotonic() < deadline, list(work.iterdir())
+        time.sleep(0.02)
 
 
 def test_the_bill_counts_cpu_and_written_bytes(tmp_path: Path) -> None:
