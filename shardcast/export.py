@@ -113,8 +113,10 @@ def export_run(
         blobs.mkdir(parents=True, exist_ok=True)
     lock = FileLock(out / f".{run.run}.lock", what=f"export of run {run.run!r}")
     with lock, contextlib.ExitStack() as leases:
-        for leftover in blobs.glob(".*.tmp"):  # of an export that was killed
-            leftover.unlink(missing_ok=True)
+        with disk_errors(blobs, "removing what a killed export left"):
+            for name in os.listdir(blobs):
+                if name.startswith(".") and name.endswith(".tmp"):
+                    (blobs / name).unlink(missing_ok=True)
         plan = plan_export(run, blobs, leases)
         begin(plan)
         require_space(blobs, plan.copy_bytes, what=f"export of run {run.run!r}")
@@ -161,7 +163,7 @@ def plan_export(run: RunStore, blobs: Path, leases: contextlib.ExitStack) -> Exp
             reached |= {d: c for d, c in shards.items() if opened.shards_of()[d].shard in present}
     for digest in referenced_documents(run):
         path = run.blob_path(digest)
-        with contextlib.suppress(FileNotFoundError):
+        with disk_errors(path, "looking at"), contextlib.suppress(FileNotFoundError):
             reached[digest] = BlobCopy(digest, path, 0, path.stat().st_size)
     there = dict(_blobs_in(blobs))
     copies = tuple(copy for digest, copy in reached.items() if there.get(digest, -1) != copy.length)
@@ -209,7 +211,7 @@ def _copy(
         cleanup.callback(os.close, source_fd)
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         cleanup.callback(os.close, fd)
-        cleanup.callback(temporary.unlink, missing_ok=True)
+        cleanup.callback(_remove_quietly, temporary)
         done = 0
         while done < copy.length and not stopping():
             piece = buffer[: min(len(buffer), copy.length - done)]
@@ -229,3 +231,8 @@ def _copy(
                 source=str(copy.source),
             )
         os.replace(temporary, target)
+
+
+def _remove_quietly(temporary: Path) -> None:
+    with contextlib.suppress(OSError):  # it is not the trouble to report
+        temporary.unlink()

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from shardcast.errors import UsageError
 from shardcast.protocol.limits import ROTATION_OVERLAP_MS
-from shardcast.store.files import atomic_write, disk_errors
+from shardcast.store.files import atomic_write, disk_errors, fsync_directory, write_all
 
 PRIVATE_NAME: Final = "shardcast.key"
 PUBLIC_NAME: Final = "shardcast.pub"
@@ -45,8 +45,10 @@ def generate(directory: Path) -> tuple[Path, Path]:
     """
     private_path, public_path = directory / PRIVATE_NAME, directory / PUBLIC_NAME
     for path in (private_path, public_path):
-        if path.exists() or path.is_symlink():
-            raise UsageError(f"key file exists and is never overwritten: {path}", source=str(path))
+        with disk_errors(path, "looking at a key"):
+            if os.path.lexists(path):
+                what = f"key file exists and is never overwritten: {path}"
+                raise UsageError(what, source=str(path))
     private = Ed25519PrivateKey.generate()
     private_pem = private.private_bytes(
         serialization.Encoding.PEM,
@@ -55,22 +57,27 @@ def generate(directory: Path) -> tuple[Path, Path]:
     )
     with disk_errors(directory, "writing a key"):
         directory.mkdir(parents=True, exist_ok=True)
-        _write_new(private_path, private_pem, 0o600)
-        try:
-            _write_new(public_path, public_pem(private.public_key().public_bytes_raw()), 0o644)
-        except OSError:
-            with contextlib.suppress(OSError):
-                private_path.unlink()
-            raise
+        public = public_pem(private.public_key().public_bytes_raw())
+        with contextlib.ExitStack() as made:
+            for path, data, mode in (
+                (private_path, private_pem, 0o600),
+                (public_path, public, 0o644),
+            ):
+                fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+                made.callback(_remove_quietly, path)
+                try:
+                    write_all(fd, memoryview(data), 0)
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
+            fsync_directory(directory)
+            made.pop_all()  # both, or neither
     return private_path, public_path
 
 
-def _write_new(path: Path, data: bytes, mode: int) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    with os.fdopen(fd, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+def _remove_quietly(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def public_pem(public_key: bytes) -> bytes:

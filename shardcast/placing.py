@@ -15,6 +15,7 @@ from shardcast.sources import Selection
 from shardcast.store.files import (
     MEMORY_FILE_SYSTEMS,
     disk_error,
+    disk_errors,
     file_system_of,
     preallocate,
     reflink,
@@ -30,9 +31,10 @@ def place_files(options: PublishOptions, selection: Selection, directory: Path) 
         return "link"
     if _clone_all(selection, directory):
         return "clone"
-    directory.mkdir(parents=True, exist_ok=True)
+    with disk_errors(directory, "making the directory"):
+        directory.mkdir(parents=True, exist_ok=True)
+        reserve = file_system_of(directory) not in MEMORY_FILE_SYSTEMS
     require_space(directory, selection.total_bytes, what=f"publishing {options.source}")
-    reserve = file_system_of(directory) not in MEMORY_FILE_SYSTEMS
     for file in selection.files:
         path = directory / file.path
         try:

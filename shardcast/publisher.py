@@ -79,7 +79,7 @@ def publish_directory(
         try:
             run.commit(number, options.durability)
         except BaseException:
-            run.evict(number)
+            _take_back(run, number)
             raise
         ref = reference(documents.version)
         issue = issue_for(run.run, signers, now_ms(), options.expiry_ms)
@@ -146,9 +146,15 @@ def _fill(
         stored = run.stage(documents.version, files=False)
         stored.record_all({shard: found.xxh3 for shard, found in enumerate(hashes)})
     except BaseException:
-        run.evict(layout.version)
+        _take_back(run, layout.version)
         raise
     return method, stored, documents
+
+
+def _take_back(run: RunStore, number: int) -> None:
+    """Remove what nobody was told of; where the disk refuses even that, the next publication does."""
+    with contextlib.suppress(ShardcastError):
+        run.evict(number)
 
 
 def _jobs(layout: Layout, selection: Selection, directory: Path, method: str) -> list[ShardJob]:

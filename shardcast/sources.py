@@ -109,6 +109,11 @@ def select_files(
         LimitError: If there are too many files.
         DiskError: If something cannot be read.
     """
+    with disk_errors(root, "listing"):
+        return _select(root, include, exclude)
+
+
+def _select(root: Path, include: Sequence[str], exclude: Sequence[str]) -> Selection:
     if not root.is_dir():
         what = "is not a directory" if root.exists() else "does not exist"
         raise UsageError(f"checkpoint {root} {what}", source=str(root))
