@@ -53,6 +53,23 @@ def choose(node: Node, run: RelayRun, held: list[Held], staged: set[int]) -> tup
     return tuple(sorted((dropped - protected) | set(over)))
 
 
+def held_versions(run: RelayRun) -> tuple[list[Held], set[int]]:
+    """Return the versions on disk, and which of them are staged. Blocking."""
+    held = []
+    staged = set(run.store.staged())
+    for number in {*run.store.committed(), *staged}:
+        stored = run.store.stored(number)
+        if stored is None:
+            continue
+        try:
+            born = stored.directory.stat().st_ctime
+        except OSError:
+            continue
+        age_ms = int(max(0.0, time.time() - born) * 1000)
+        held.append(Held(number, stored.version.layout.total_bytes, age_ms))
+    return held, staged
+
+
 class Retention:
     """Removes versions in the background."""
 
@@ -72,7 +89,7 @@ class Retention:
 
     async def apply(self, run: RelayRun) -> None:
         """Evict what one run does not need."""
-        held, staged = await asyncio.to_thread(self._held, run)
+        held, staged = await asyncio.to_thread(held_versions, run)
         evict = choose(self._node, run, held, staged)
         sequence = run.head.sequence if run.head is not None else 0
         if not evict and self._collected.get(run.name) == sequence:
@@ -93,22 +110,6 @@ class Retention:
             self._node.metrics.evicted.inc()
             log.info("run %s: version %d evicted", run.name, number)
         await run.attach()
-
-    def _held(self, run: RelayRun) -> tuple[list[Held], set[int]]:
-        """Return what is on disk. Blocking."""
-        held = []
-        staged = set(run.store.staged())
-        for number in {*run.store.committed(), *staged}:
-            stored = run.store.stored(number)
-            if stored is None:
-                continue
-            try:
-                born = stored.directory.stat().st_ctime
-            except OSError:
-                continue
-            age_ms = int(max(0.0, time.time() - born) * 1000)
-            held.append(Held(number, stored.version.layout.total_bytes, age_ms))
-        return held, staged
 
     def _collect(self, run: RelayRun, numbers: tuple[int, ...]) -> tuple[int, ...]:
         """Evict, and remove documents that nothing names any more. Blocking."""

@@ -38,11 +38,29 @@ class Shelf:
         try:
             if self._good(fd, digest):
                 return fd, os.fstat(fd).st_size
-        except OSError as error:
+        except OSError as error:  # it says nothing about the bytes: the blob stays
             log.warning("blob %s cannot be read: %s", digest, error)
+            os.close(fd)
+            return None
         os.close(fd)
         self._store.remove_blob(digest)
         return None
+
+    def look_again(self, digest: str) -> int | None:
+        """Hash a blob that is here, whatever was known of it; what is not good is removed.
+
+        Returns:
+            Its bytes, 0 if it is not here (any more), None if it was not good.
+        """
+        with self._lock:
+            self._verified.pop(digest, None)
+        if not self._store.has_blob(digest):
+            return 0
+        opened = self.open(digest)
+        if opened is not None:
+            os.close(opened[0])
+            return opened[1]
+        return 0 if self._store.has_blob(digest) else None
 
     def verified(self, digest: str) -> bool:
         """Say whether a blob was verified in this process (it may have been removed since)."""

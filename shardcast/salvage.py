@@ -1,8 +1,9 @@
 """Shards whose record was lost although their bytes are good: hash them against their digests.
 
-The journal says which shards were verified; without it a committed version counts as lacking
-them. Where nobody can be asked for them again (an origin, an export), the bytes themselves are
-asked: BLAKE3 against the signed digests, on all cores.
+The journal says which shards were verified; without it a version counts as lacking them. Before
+they are fetched again, and where nobody can be asked for them (an origin, an export), the bytes
+themselves are asked: BLAKE3 against the signed digests, on all cores. What nobody ever wrote (a
+hole, reserved space) is not looked at.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ log = logging.getLogger("shardcast.salvage")
 
 
 def salvage(stored: StoredVersion) -> int:
-    """Record the shards of a committed version that are missing and yet good on disk. Blocking.
+    """Record the shards of a version that are missing and yet good on disk. Blocking.
+
+    Nobody may write to those shards meanwhile.
 
     Returns:
         How many were recorded. A file that is gone, short or unreadable gives none of its own.
@@ -27,11 +30,11 @@ def salvage(stored: StoredVersion) -> int:
         DiskError: If the journal cannot be written.
     """
     version = stored.version
-    if not stored.committed:
-        return 0
     by_file: dict[int, list[Extent]] = {}
     for shard in stored.missing():
         extent = version.layout.extent(shard)
+        if not stored.written(shard):
+            continue
         by_file.setdefault(extent.file, []).append(extent)
     found: dict[int, bytes] = {}
     for extents in by_file.values():
