@@ -35,13 +35,9 @@ _PROBES: Final = 4
 _READ_AHEAD_STEP: Final = 512 * 1024
 
 
-CLIENT: Final = "client"
-"""Under this key a request carries who asks."""
-
-
 def client_asking(request: web.BaseRequest) -> str:
     """Return the client that a request is counted for (``relay.admission``)."""
-    return str(request.get(CLIENT, ""))
+    return str(getattr(request.protocol, "asking", ""))
 
 
 class AbortedResponseError(Exception):

@@ -30,8 +30,6 @@ a burst of connections that are then refused."""
 _READ_BYTES: Final = 256 * 1024
 _LOOK_S: Final = 0.01
 """Between two looks at the connections while draining."""
-
-
 _IDLE_S: Final = 1.0
 """A connection that has been idle for so long makes room where there are too many."""
 _REFUSAL_S: Final = 0.5
@@ -44,7 +42,17 @@ _ALWAYS: Final = ("/healthz", "/readyz")
 class Connection(RequestHandler):
     """One client connection: counted, and bounded in time until its first request."""
 
-    __slots__ = ("active", "busy", "client", "header_timer", "idlers", "let_in", "node", "proxy")
+    __slots__ = (
+        "active",
+        "asking",
+        "busy",
+        "client",
+        "header_timer",
+        "idlers",
+        "let_in",
+        "node",
+        "proxy",
+    )
 
     def __init__(
         self, node: Node, idlers: OrderedDict[Connection, float], *args: Any, **kwargs: Any
@@ -53,7 +61,7 @@ class Connection(RequestHandler):
         self.node = node
         self.idlers = idlers
         self.proxy = False
-        self.client = ""
+        self.client = self.asking = ""
         self.let_in: bool | None = None
         self.busy = 0
         self.active = 0.0
@@ -225,13 +233,15 @@ class Server:
         assert isinstance(connection, Connection)
         connection.first_request()
         if connection.let_in is False:
-            response = respond.busy_answer("too many connections", 2)
-            response.force_close()
-            return _refusal(response)
+            return _refusal(respond.busy_answer("too many connections", 2), close=True)
         connection.busy += 1
         self._idlers.pop(connection, None)
         try:
-            return await self._admit(request, connection)
+            response = await self._admit(request, connection)
+            if request.method == "CONNECT" or "Upgrade" in request.headers:
+                # No tunnel begins here, and the parser is in doubt what the next bytes would be.
+                response.force_close()
+            return response
         finally:
             connection.busy -= 1
             connection.touch()
@@ -240,13 +250,17 @@ class Server:
 
     async def _admit(self, request: web.BaseRequest, connection: Connection) -> web.StreamResponse:
         """Answer a request, if its client may ask at all at the moment."""
+        codings = request.headers.getall("Transfer-Encoding", ())
+        if codings and [coding.strip().lower() for coding in codings] != ["chunked"]:
+            text = "send bodies plain or chunked"
+            return _refusal(respond.error_answer(501, "coding", text), close=True)
         if request.rel_url.raw_path in _ALWAYS:
             return await self._handlers(request)
         admission, metrics = self._node.admission, self._node.metrics
         client = connection.client
         if connection.proxy:
             client = admission.behind(client, request.headers.getall("X-Forwarded-For", ()))
-        request[respond.CLIENT] = client
+        connection.asking = client
         wait = admission.rate.ask(client)
         if wait > 0:
             metrics.refused_requests.labels(reason="rate").inc()
@@ -317,7 +331,9 @@ def _tune(transport: asyncio.BaseTransport, stuck_s: float) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(stuck_s * 1000))
 
 
-def _refusal(response: web.Response) -> web.Response:
+def _refusal(response: web.Response, *, close: bool = False) -> web.Response:
     """Return an answer that no handler has seen, complete."""
     response.headers["Server"] = respond.SERVER
+    if close:
+        response.force_close()
     return response
