@@ -42,10 +42,14 @@ class NetConfig:
         head_poll_s: Pause between polls of a server that does not wait.
         head_grace_s: A single pull takes the newest head that came this long after the first.
         overtake_factor: In the end game a transfer that would last this many times longer than
-            elsewhere is continued elsewhere.
-        lag_s: And no sooner than it lags by this much: more than a hiccup of TCP.
-        silent_s: And one that brought nothing, no sooner than after this long: a relay may first
-            have to fetch the blob itself.
+            elsewhere is raced by a second request, or continued elsewhere.
+        hedge_s: It is raced no sooner than it lags by this much: a round trip and a retransmission.
+        lag_s: It is cancelled and continued no sooner than it lags by this much, more than a
+            hiccup of TCP: what it had under way is lost then.
+        silent_s: And one that is silent, no sooner than after this long: a relay may first have
+            to fetch the blob itself.
+        hedge_share: Bytes that come twice because of second requests are at most this share of
+            the bytes that are pulled.
     """
 
     connect_timeout_s: float = 10.0
@@ -67,8 +71,10 @@ class NetConfig:
     head_poll_s: float = 2.0
     head_grace_s: float = 0.5
     overtake_factor: float = 3.0
+    hedge_s: float = 0.25
     lag_s: float = 1.0
     silent_s: float = 2.0
+    hedge_share: float = 0.02
 
     def __post_init__(self) -> None:
         """Check what would make the client misbehave.
@@ -90,6 +96,8 @@ class NetConfig:
         for name in positive:
             if getattr(self, name) <= 0:
                 raise UsageError(f"{name} is not above zero: {getattr(self, name)}")
+        if not 0 <= self.hedge_share < 1:
+            raise UsageError(f"hedge_share is not a share: {self.hedge_share}")
         if self.chunk_bytes < 2 * self.max_header_bytes:
             raise UsageError(
                 f"chunk_bytes {self.chunk_bytes} is less than twice max_header_bytes "

@@ -51,6 +51,7 @@ from shardcast.protocol.wire import (
 __all__ = [
     "BlobSink",
     "BlobSource",
+    "Branch",
     "Cancel",
     "Fetched",
     "MemorySink",
@@ -89,8 +90,26 @@ class MemorySink:
         """Nothing is held open."""
 
 
+class RestSink:
+    """Keeps the rest of a blob, from ``start`` on, in memory: at most one shard."""
+
+    def __init__(self) -> None:
+        self.start = 0
+        self.data = bytearray()
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Take the next bytes; those from ``offset`` on are replaced."""
+        del self.data[offset - self.start :]
+        self.data += data
+
+
 class Transfer:
-    """One blob on its way, possibly over several sources. Used by one thread at a time.
+    """One blob on its way, possibly over several sources. Fed by one thread at a time.
+
+    A second request may race the first for the rest of the blob: ``branch`` is a transfer of its
+    own that goes on from what is here, into memory, and ``adopt`` takes its bytes over if it is
+    whole first. The sink is only written under ``lock``, and never again once the blob is whole,
+    so no two sources ever write to one place.
 
     Attributes:
         run: The run it belongs to.
@@ -99,6 +118,9 @@ class Transfer:
         offset: How many bytes were received (other threads may read it to see progress).
         sources: URLs that gave bytes since the last restart.
         received: All bytes that came, also those that a restart threw away.
+        twice: Of those, what a branch brought too and was adopted for.
+        generation: How often it was restarted.
+        lock: Held while the sink is written: whoever closes it takes it too.
         xxh3: XXH3-128 of the bytes, once the digest matched; empty before.
     """
 
@@ -130,17 +152,32 @@ class Transfer:
         self.limit = limit
         self._length = length
         self._sink = sink
+        self._whole = False
+        self.lock = threading.Lock()
         self.received = 0
+        self.twice = 0
+        self.generation = -1
         self.restart()
 
     def restart(self) -> None:
-        """Forget everything that was received."""
-        self.total = self._length
-        self.offset = 0
-        self.sources: tuple[str, ...] = ()
-        self.xxh3 = b""
-        self._blake3 = blake3()
-        self._xxh3 = xxh3_128()
+        """Forget everything that was received.
+
+        Raises:
+            TransferCancelledError: If the blob is whole: another request brought it.
+        """
+        with self.lock:
+            self._unfinished()
+            self.generation += 1
+            self.total = self._length
+            self.offset = 0
+            self.sources: tuple[str, ...] = ()
+            self.xxh3 = b""
+            self._blake3 = blake3()
+            self._xxh3 = xxh3_128()
+
+    def _unfinished(self) -> None:
+        if self._whole:
+            raise TransferCancelledError(f"blob {self.digest} came from elsewhere meanwhile")
 
     @property
     def stitched(self) -> bool:
@@ -152,14 +189,20 @@ class Transfer:
 
         Raises:
             DiskError: If the sink cannot take them.
+            TransferCancelledError: If the blob is whole: another request brought it.
         """
-        if not self.sources or self.sources[-1] != url:
-            self.sources = (*(s for s in self.sources if s != url), url)
-        self._blake3.update(data)
-        self._xxh3.update(data)
-        self._sink.write(self.offset, data)
-        self.offset += len(data)
-        self.received += len(data)
+        with self.lock:
+            if self._whole:
+                self.received += len(data)  # for nothing, but it came
+                self.twice += len(data)
+            self._unfinished()
+            if not self.sources or self.sources[-1] != url:
+                self.sources = (*(s for s in self.sources if s != url), url)
+            self._blake3.update(data)
+            self._xxh3.update(data)
+            self._sink.write(self.offset, data)
+            self.offset += len(data)
+            self.received += len(data)
 
     def finish(self, url: str) -> None:
         """Check the digest of the whole.
@@ -167,15 +210,89 @@ class Transfer:
         Raises:
             IntegrityError: If it is another; ``source`` is ``url``. The transfer must be
                 restarted before it goes on.
+            TransferCancelledError: If the blob is whole: another request brought it.
         """
-        found = self._blake3.hexdigest()
-        if found != self.digest:
-            by = f", stitched from {', '.join(self.sources)}" if self.stitched else ""
-            raise IntegrityError(
-                f"blob {self.digest} from {url}: its {self.offset} bytes have digest {found}{by}",
-                source=url,
-            )
-        self.xxh3 = self._xxh3.digest()
+        with self.lock:
+            self._unfinished()
+            found = self._blake3.hexdigest()
+            if found != self.digest:
+                by = f", stitched from {', '.join(self.sources)}" if self.stitched else ""
+                raise IntegrityError(
+                    f"blob {self.digest} from {url}: its {self.offset} bytes "
+                    f"have digest {found}{by}",
+                    source=url,
+                )
+            self.xxh3 = self._xxh3.digest()
+            self._whole = True
+
+    def branch(self, *, whole: bool = False) -> Branch:
+        """Return a transfer of the rest of the blob (or all of it) that can race this one.
+
+        Raises:
+            TransferCancelledError: If the blob is whole already.
+        """
+        with self.lock:
+            self._unfinished()
+            branch = Branch(self.run, self.digest, self.total, RestSink(), limit=self.limit)
+            if not whole and self.offset:
+                branch.begin(self, self._blake3.copy(), self._xxh3.copy())
+            return branch
+
+    def adopt(self, branch: Branch) -> bool:
+        """Take over the bytes of a branch whose digest matched, unless this was whole first.
+
+        Returns:
+            False if they are of no use: this one is whole, or what the branch goes on from was
+            thrown away since.
+
+        Raises:
+            DiskError: If the sink cannot take them.
+        """
+        with self.lock:
+            if self._whole or (branch.start and branch.parent_generation != self.generation):
+                return False
+            self._sink.write(branch.start, memoryview(branch.rest.data))
+            self._whole = True
+            self.twice = self.offset - branch.start
+            self.offset, self.total = branch.offset, branch.total
+            self.sources, self.xxh3 = branch.sources, branch.xxh3
+            return True
+
+
+class Branch(Transfer):
+    """A second transfer of a blob, into memory, from where the first one was.
+
+    Attributes:
+        start: Its first byte.
+        parent_generation: The generation of the first one that it goes on from.
+        rest: The bytes from ``start`` on.
+    """
+
+    def __init__(
+        self, run: str, digest: str, length: int | None, rest: RestSink, *, limit: int
+    ) -> None:
+        """Begin at offset 0."""
+        self.start = 0
+        self.parent_generation = 0
+        self.rest = rest
+        super().__init__(run, digest, length, rest, limit=limit)
+
+    def begin(self, parent: Transfer, digest: blake3, fast: xxh3_128) -> None:
+        """Go on from where ``parent`` is; ``digest`` and ``fast`` hash the bytes before."""
+        self.start = self.rest.start = self.offset = parent.offset
+        self.parent_generation = parent.generation
+        self.sources = parent.sources
+        self._blake3, self._xxh3 = digest, fast
+
+    def restart(self) -> None:
+        """Refuse to throw away what the first one received: its bytes are not here.
+
+        Raises:
+            TransferCancelledError: If it began after the start: the source cannot send the rest.
+        """
+        if self.start:
+            raise TransferCancelledError(f"blob {self.digest} is only sent as a whole")
+        super().restart()
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +350,12 @@ class BlobSource:
         self._idle: list[Connection] = []
         self._closed = Cancel()
         self._resumable = True
+        self._sent_whole = False
+
+    @property
+    def resumes(self) -> bool:
+        """Whether it sends the rest of a blob where it is asked for it, as far as is known."""
+        return self._resumable and not self._sent_whole
 
     def fetch(self, transfer: Transfer, cancel: Cancel) -> Fetched:
         """Get the blob, from ``transfer.offset`` on where the source can, and check its digest.
@@ -326,8 +449,11 @@ class BlobSource:
             self._resumable = False
             raise NetworkError(f"answers for blob {transfer.digest} with ETag {etag[:80]}")
         if head.status == 206:
-            return self._expect_rest(transfer, head, head.length)
+            length = self._expect_rest(transfer, head, head.length)
+            self._sent_whole = False
+            return length
         if transfer.offset:
+            self._sent_whole = True
             transfer.restart()
         if transfer.total is None and head.length > transfer.limit:
             raise LimitError(

@@ -18,7 +18,7 @@ from typing import Protocol, Self
 from shardcast.cancel import Cancel, TransferCancelledError
 from shardcast.config import NetConfig
 from shardcast.errors import ShardcastError
-from shardcast.fetch import BlobSink, BlobSource, Fetched, Transfer
+from shardcast.fetch import BlobSink, BlobSource, Branch, Fetched, Transfer
 from shardcast.protocol.limits import MAX_DOCUMENT_BYTES
 from shardcast.schedule import Finished, Flight, Job, Notice, Schedule, Wait
 from shardcast.selector import Selector
@@ -102,6 +102,7 @@ class FetchPool:
             clock=time.monotonic,
             rng=rng or random.Random(),  # noqa: S311 - spreads load, keeps no secret
             notify=notify,
+            resumes=lambda source: sources[source].resumes,
         )
         self._jobs: dict[Job, tuple[PoolSink, Callable[[Transfer], None]]] = {}
         self._threads: list[threading.Thread] = []
@@ -159,6 +160,12 @@ class FetchPool:
             raise step.error
 
     @property
+    def hedged_bytes(self) -> int:
+        """Bytes that came twice, because a slow request was raced by a second one."""
+        with self._changed:
+            return self._schedule.budget.wasted
+
+    @property
     def unverified_bytes(self) -> int:
         """Bytes that are here but not yet part of a whole, verified blob."""
         with self._changed:
@@ -189,8 +196,9 @@ class FetchPool:
         config, sources = self._config, len(self._sources)
         most = min(config.max_connections, config.connections_per_source * sources)
         with self._changed:
-            # One more than there are jobs: it is the one that notices a transfer that lags.
-            wanted = min(most, self._schedule.unfinished + (sources > 1))
+            # Two more than there are jobs: one notices a transfer that lags and races it, the
+            # other watches both.
+            wanted = min(most, self._schedule.unfinished + 2 * (sources > 1))
             first = len(self._threads)
             new = [
                 threading.Thread(target=self._work, name=f"fetch-{self._run}-{n}", daemon=True)
@@ -223,27 +231,50 @@ class FetchPool:
                 self._changed.wait(step.seconds)
 
     def _perform(self, flight: Flight) -> None:
-        transfer = flight.job.transfer
         sink, done = self._jobs[flight.job]
-        before = transfer.received
+        received = 0
+        late = False
         outcome: Fetched | ShardcastError = TransferCancelledError("a thread failed")
         try:
             with self._cancel.hook(flight.cancel.cancel):
-                fetched = self._sources[flight.source].fetch(transfer, flight.cancel)
-            done(transfer)
+                transfer, before = self._transfer_of(flight)
+                try:
+                    fetched = self._sources[flight.source].fetch(transfer, flight.cancel)
+                finally:
+                    received = transfer.received - before
+            if isinstance(transfer, Branch):
+                late = not flight.job.transfer.adopt(transfer)
+            if not late:
+                done(flight.job.transfer)
             outcome = fetched
         except ShardcastError as error:
             outcome = error
         finally:
-            sink.close()
+            with flight.job.transfer.lock:
+                sink.close()
             with self._changed:
-                self.received_bytes += transfer.received - before
-                if isinstance(outcome, Fetched):
-                    del self._jobs[flight.job]
-                    self._schedule.succeeded(flight, outcome)
-                else:
-                    self._schedule.failed(flight, outcome)
+                self.received_bytes += received
+                self._report(flight, outcome, late=late)
                 self._changed.notify_all()
+
+    def _transfer_of(self, flight: Flight) -> tuple[Transfer, int]:
+        """Return where a flight's bytes go, and how many came there before."""
+        transfer = flight.job.transfer
+        if not flight.hedge:
+            return transfer, transfer.received
+        branch = transfer.branch(whole=flight.whole)
+        with self._changed:
+            self._schedule.branched(flight, branch)
+        return branch, 0
+
+    def _report(self, flight: Flight, outcome: Fetched | ShardcastError, *, late: bool) -> None:
+        if isinstance(outcome, ShardcastError):
+            self._schedule.failed(flight, outcome)
+        elif late:
+            self._schedule.late(flight, outcome)
+        else:
+            self._jobs.pop(flight.job, None)
+            self._schedule.succeeded(flight, outcome)
 
     def _cancelled(self) -> None:
         with self._changed:

@@ -8,9 +8,10 @@ numbers come from outside, so that tests can play an hour of faults in a millise
   whole from one source bans that source.
 - 404, 429 and 503 are about one blob at one source: the blob is tried elsewhere, and there again
   after a pause with full jitter (at least Retry-After). Everything else counts against the source.
-- End game: a transfer that would last much longer than starting over elsewhere is continued
-  elsewhere while connections are idle. It is cancelled first, so no byte is fetched twice and
-  no two sources ever write to one place.
+- End game (endgame.py): while a thread and a source are idle, a request that lags is raced by a
+  second one, into memory, so that no two sources ever write to one place; the loser is cancelled.
+  Bytes that come twice have a budget. Without it the slow request is cancelled first, and its blob
+  continued elsewhere, so that no byte is fetched twice.
 - The pull fails when nothing at all was gained for ``give_up_after_s``; at once when every source
   sent a wrong blob, was banned, and sent a wrong one again.
 """
@@ -20,20 +21,25 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from contextlib import suppress
 from typing import Final
 
+from shardcast import endgame
 from shardcast.cancel import Cancel, TransferCancelledError
 from shardcast.config import NetConfig
+from shardcast.endgame import HedgeBudget
 from shardcast.errors import (
     IntegrityError,
     MalformedError,
     NetworkError,
     ShardcastError,
-    SourceStatusError,
 )
-from shardcast.fetch import Fetched, Transfer
+from shardcast.fetch import Branch, Fetched
+from shardcast.flights import Finished, Flight, Job, Notice, Wait
 from shardcast.selector import Selector
+from shardcast.verdicts import Verdicts, retry_after
+
+__all__ = ["Finished", "Flight", "Job", "Notice", "Schedule", "Wait"]
 
 _LOOK_AHEAD: Final = 64
 """How many waiting blobs are looked at for one that may start now."""
@@ -41,81 +47,13 @@ _LOOK_AHEAD: Final = 64
 _POLL_S: Final = 0.1
 """How often an idle thread looks whether a transfer lags."""
 
-_OVERTAKES: Final = 3
-"""Most times that one blob is taken from a source that is merely slow."""
+_HEDGES: Final = 2
+"""Most second requests at a time: each keeps up to a shard in memory."""
 
 _PATIENCE: Final = 10
 """Received but unverified bytes keep a pull alive for this many times ``give_up_after_s``."""
 
 _SOURCE_FAULTS: Final = (NetworkError, IntegrityError, MalformedError)
-
-_BUSY: Final = frozenset({429, 503})
-_BUSY_IN_ROW: Final = 3
-"""So many refusals in a row concern the source, not the blob."""
-
-_BUSY_REST_S: Final = 1.0
-"""Longest rest of a source that is busy and does not say for how long."""
-
-
-@dataclass(slots=True, eq=False)
-class Job:
-    """A blob to get.
-
-    Attributes:
-        transfer: How far it is.
-        name: What it is, for messages.
-        tries: Failures so far, by source.
-        avoid_until: When a source may be asked for it again.
-        whole: It must come from one source, since a stitched one was wrong.
-        overtakes: How often it was taken from a slow source.
-        best: Most bytes it ever had.
-    """
-
-    transfer: Transfer
-    name: str
-    tries: dict[str, int] = field(default_factory=dict)
-    avoid_until: dict[str, float] = field(default_factory=dict)
-    whole: bool = False
-    overtakes: int = 0
-    best: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class Flight:
-    """A job on its way from a source."""
-
-    job: Job
-    source: str
-    cancel: Cancel
-    started: float
-    start_offset: int
-    seen_offset: int
-    seen_at: float
-    overtaken: bool = False
-    silent: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """Nothing to start now: look again after so many seconds, or when something changed."""
-
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """Every job is done, or ``error`` says why not."""
-
-    error: ShardcastError | None
-
-
-@dataclass(frozen=True, slots=True)
-class Notice:
-    """Something a person may want to know: which source failed, and how."""
-
-    source: str
-    error: ShardcastError
-    banned: bool = False
 
 
 class Schedule:
@@ -130,20 +68,30 @@ class Schedule:
         clock: Callable[[], float],
         rng: random.Random,
         notify: Callable[[Notice], None] = lambda notice: None,
+        resumes: Callable[[str], bool] = lambda source: True,
     ) -> None:
+        """Begin without jobs.
+
+        Args:
+            sources: URLs.
+            selector: What is known of them; its keys are the URLs.
+            config: Bounds.
+            clock: Monotonic seconds.
+            rng: For pauses.
+            notify: Called when a source fails.
+            resumes: Whether a source sends the rest of a blob, as far as is known.
+        """
         self._sources = tuple(sources)
         self._selector = selector
         self._config = config
         self._clock = clock
         self._rng = rng
-        self._notify = notify
+        self._resumes = resumes
+        self.budget = HedgeBudget(config.hedge_share)
         self._waiting: deque[Job] = deque()
         self._flights: list[Flight] = []
         self._open = True
-        self._busy: dict[str, int] = {}
-        self._errors: dict[str, ShardcastError] = {}
-        self._wrong_at: dict[str, float] = {}  # first wrong blob since the last good one
-        self._hopeless: set[str] = set()
+        self._verdicts = Verdicts(self._sources, selector, config, clock, rng, notify)
         self._error: ShardcastError | None = None
         self._verified_at = self._gained_at = clock()
 
@@ -155,6 +103,7 @@ class Schedule:
             return
         if not self._waiting and not self._flights:
             self._verified_at = self._gained_at = self._clock()
+        self.budget.pulled += job.transfer.total or 0
         self._waiting.append(job)
 
     def close(self) -> None:
@@ -171,236 +120,235 @@ class Schedule:
     @property
     def unfinished(self) -> int:
         """How many jobs are not done."""
-        return len(self._waiting) + len(self._flights)
+        return len(self._jobs())
 
     @property
     def in_flight(self) -> int:
         """Bytes that transfers in flight and waiting have received."""
-        jobs = [flight.job for flight in self._flights] + list(self._waiting)
-        return sum(job.transfer.offset for job in jobs)
+        return sum(job.transfer.offset for job in self._jobs())
+
+    def _jobs(self) -> list[Job]:
+        return [*self._waiting, *dict.fromkeys(flight.job for flight in self._flights)]
 
     def next(self) -> Flight | Wait | Finished:
         """Decide what a thread that is free does now.
 
-        A ``Flight`` must be performed and reported by ``succeeded`` or ``failed``.
+        A ``Flight`` must be performed and reported by ``succeeded`` or ``failed``; one that is a
+        ``hedge`` also by ``branched`` before, and by ``late`` if its bytes were of no use.
         """
         now = self._clock()
+        for flight in self._flights:
+            if endgame.look(flight, now):
+                self._gained_at = max(self._gained_at, now)
         if self._error is None and self._waiting:
-            flight = self._start(now)
-            if flight is not None:
-                return flight
+            begun = self._start(now)
+            if begun is not None:
+                return begun
         if not self._waiting and not self._flights and (not self._open or self._error):
             return Finished(self._error)
         if self._starved(now):
-            self.abort(self._failure())
+            self.abort(self._verdicts.starved([job.name for job in self._jobs()]))
             return Finished(self._error) if not self._flights else Wait(_POLL_S)
-        if not self._waiting and self._flights:
-            self._overtake(now)
+        if self._error is None and self._flights:
+            hedge = self._end_game(now)
+            if hedge is not None:
+                return hedge
         return Wait(_POLL_S if self._flights or self._waiting else 1.0)
 
     def _start(self, now: float) -> Flight | None:
         for position in range(min(len(self._waiting), _LOOK_AHEAD)):
             job = self._waiting[position]
-            avoid = {url for url, until in job.avoid_until.items() if until > now}
+            avoid = _avoided(job, now)
             source = self._selector.pick(exclude=avoid)
             if source is None:
                 if not avoid:
                     return None
                 continue
             del self._waiting[position]
-            transfer = job.transfer
-            if job.whole and transfer.sources not in ((), (source,)):
-                transfer.restart()
-            self._selector.started(source)
-            flight = Flight(
-                job=job,
-                source=source,
-                cancel=Cancel(),
-                started=now,
-                start_offset=transfer.offset,
-                seen_offset=transfer.offset,
-                seen_at=now,
-            )
-            self._flights.append(flight)
-            return flight
+            if job.whole and job.transfer.sources not in ((), (source,)):
+                job.transfer.restart()
+            job.main = self._begin(Flight(job, source, Cancel(), now, None))
+            job.main.begin(job.transfer, now)
+            return job.main
         return None
+
+    def _begin(self, flight: Flight) -> Flight:
+        flight.seen_at = flight.mark_at = flight.started
+        self._selector.started(flight.source)
+        self._flights.append(flight)
+        return flight
 
     # --- outcomes ---------------------------------------------------------------------------
 
+    def branched(self, flight: Flight, branch: Branch) -> None:
+        """A hedge has a transfer of its own now."""
+        flight.begin(branch, self._clock())
+
     def succeeded(self, flight: Flight, fetched: Fetched) -> None:
-        """The blob is complete and its digest is right."""
-        self._flights.remove(flight)
-        self._selector.succeeded(
-            flight.source, fetched.bytes, fetched.seconds, rate=not fetched.from_fill
-        )
-        self._busy.pop(flight.source, None)
-        self._wrong_at.pop(flight.source, None)
-        self._hopeless.discard(flight.source)
+        """The blob is complete and its digest is right. Whoever raced it is cancelled."""
+        job = flight.job
+        job.done = True
+        rival = job.main if flight.hedge else job.hedge
+        self._ended(flight, won=True)
+        self._verdicts.good(flight.source, fetched)
+        if not flight.hedge:
+            self._convict(job)
+        if rival is not None:
+            rival.overtaken = True
+            rival.cancel.cancel()
         self._verified_at = self._gained_at = self._clock()
+
+    def late(self, flight: Flight, fetched: Fetched) -> None:
+        """A hedge brought the right bytes, but they are of no use any more."""
+        self._ended(flight)
+        self._verdicts.good(flight.source, fetched)
+        self._requeue(flight.job)
 
     def failed(self, flight: Flight, error: ShardcastError) -> None:
         """The flight ended otherwise. Errors that no source is to blame for end the pull."""
-        self._flights.remove(flight)
         job, source, now = flight.job, flight.source, self._clock()
+        # Another request may have brought the blob a moment ago, and not said so yet.
+        raced = flight.hedge or flight.overtaken or job.done or job.hedge is not None
+        self._ended(flight)
         if self._error is not None:
             self._selector.dropped(source)
             return
-        if flight.overtaken and isinstance(error, TransferCancelledError):
-            if flight.silent:
-                self._selector.failed(source)
-            else:
-                self._selector.dropped(source)
-            self._requeue(job)
-            return
-        if not isinstance(error, _SOURCE_FAULTS):
+        if raced and isinstance(error, TransferCancelledError):
+            self._verdicts.beaten(flight)
+            if flight.hedge:  # not there again at once, whatever the reason
+                job.avoid_until[source] = now + self._config.read_timeout_s
+        elif not isinstance(error, _SOURCE_FAULTS):
             self._selector.dropped(source)
             self.abort(error)
-            return
-        self._errors[source] = error
-        if isinstance(error, IntegrityError):
-            self._wrong(flight, error)
         else:
-            self._blame(flight, error, now)
-            if job.transfer.offset > job.best:
-                job.best = job.transfer.offset
-                if now - self._verified_at < _PATIENCE * self._config.give_up_after_s:
-                    self._gained_at = now
-        self._pause(job, source, error, now)
+            if isinstance(error, IntegrityError):
+                self._wrong(flight, error)
+            else:
+                self._verdicts.failed(source, error)
+                self._gain(job, now)
+            self._pause(job, source, error, now)
         self._requeue(job)
 
-    def _wrong(self, flight: Flight, error: IntegrityError) -> None:
-        job, source = flight.job, flight.source
-        stitched = job.transfer.stitched
-        job.transfer.restart()
-        if stitched:
-            job.whole = True
-            self._selector.dropped(source)
+    def _ended(self, flight: Flight, *, won: bool = False) -> None:
+        """Take a flight off; count what came twice once both requests of a race have ended."""
+        job = flight.job
+        self._flights.remove(flight)
+        if flight.hedge:
+            job.hedge = None
+            if won:
+                job.won = flight
+            elif flight.transfer is not None:
+                self.budget.settle(flight.reserved, flight.transfer.received)
+            else:
+                self.budget.settle(flight.reserved, 0)
         else:
-            self._selector.failed(source)
-            self._selector.banned(source, self._config.ban_s)
-            # One flipped bit at the only source ends nothing: it is asked once more.
-            if flight.started > self._wrong_at.setdefault(source, self._clock()):
-                self._hopeless.add(source)
+            job.main = None
+        if job.won is not None and job.main is None:
+            self.budget.settle(job.won.reserved, job.transfer.twice)
+            job.won = None
+
+    def _gain(self, job: Job, now: float) -> None:
+        if job.transfer.offset > job.best:
+            job.best = job.transfer.offset
+            if now - self._verified_at < _PATIENCE * self._config.give_up_after_s:
+                self._gained_at = now
+
+    def _wrong(self, flight: Flight, error: IntegrityError) -> None:
+        job, source, transfer = flight.job, flight.source, flight.transfer
+        stitched = transfer is not None and transfer.stitched
+        if not flight.hedge:
+            with suppress(TransferCancelledError):  # a hedge has just brought it
+                job.transfer.restart()
+            if job.hedge is not None and not job.hedge.whole:  # it goes on from the wrong bytes
+                job.hedge.overtaken = True
+                job.hedge.cancel.cancel()
+        elif stitched and isinstance(transfer, Branch):
+            job.suspects[source] = (transfer.parent_generation, error)
+        job.whole = job.whole or stitched
         # Wrong bytes were no gain; what others are receiving is.
         others = [f.seen_at for f in self._flights if f.seen_offset > f.start_offset]
         self._gained_at = max(self._verified_at, *others) if others else self._verified_at
-        self._notify(Notice(source, error, banned=not stitched))
-        if self._hopeless.issuperset(self._sources):
-            self.abort(self._all_wrong(job, error))
+        self._verdicts.wrong(source, error, asked_at=flight.started, stitched=stitched)
+        if self._verdicts.hopeless:
+            self.abort(self._verdicts.all_wrong(job.name, error))
 
-    def _all_wrong(self, job: Job, error: IntegrityError) -> IntegrityError:
-        each = "; ".join(f"{url}: {self._errors[url].message}" for url in self._sources)
-        return IntegrityError(
-            f"every source sends wrong bytes, also for {job.name}: {each}", source=error.source
-        )
-
-    def _blame(self, flight: Flight, error: ShardcastError, now: float) -> None:
-        source = flight.source
-        status = error.status if isinstance(error, SourceStatusError) else 0
-        if status == 404:
-            self._selector.dropped(source)
-        elif status in _BUSY:
-            self._busy[source] = self._busy.get(source, 0) + 1
-            rest = 0.0
-            if self._busy[source] >= _BUSY_IN_ROW:
-                longest = min(_BUSY_REST_S, self._config.backoff_cap_s)
-                rest = self._retry_after(error) or self._rng.uniform(0.0, longest)
-            self._selector.dropped(source, rest_s=rest)
-        else:
-            self._selector.failed(source, retry_after=self._retry_after(error))
-        self._notify(Notice(source, error))
+    def _convict(self, job: Job) -> None:
+        """Ban whose hedge went on from these very bytes, now proven good, and was wrong."""
+        for source, (generation, error) in job.suspects.items():
+            if generation == job.transfer.generation and source not in job.transfer.sources:
+                self._verdicts.ban(source, error)
 
     def _pause(self, job: Job, source: str, error: ShardcastError, now: float) -> None:
         tries = job.tries[source] = job.tries.get(source, 0) + 1
         cap = min(self._config.backoff_first_s * 2.0 ** min(tries, 16), self._config.backoff_cap_s)
-        pause = max(self._rng.uniform(0.0, cap), self._retry_after(error) or 0.0)
+        pause = (retry_after(error, self._config) or 0.0) + self._rng.uniform(0.0, cap)
         job.avoid_until[source] = now + pause
 
-    def _retry_after(self, error: ShardcastError) -> float | None:
-        seconds = error.retry_after if isinstance(error, SourceStatusError) else None
-        return None if seconds is None else min(seconds, self._config.retry_after_cap_s)
-
     def _requeue(self, job: Job) -> None:
-        if self._error is None:
+        if self._error is None and not job.done and job.main is None and job.hedge is None:
             self._waiting.appendleft(job)
 
     # --- end game and giving up -------------------------------------------------------------
 
-    def _overtake(self, now: float) -> None:
-        """Cancel the one transfer that lags most behind what another source would need."""
-        worst: tuple[float, Flight] | None = None
+    def _end_game(self, now: float) -> Flight | None:
+        """Race the one request that lags most, or take its blob from it; return the hedge."""
+        worst: tuple[float, Flight, str] | None = None
         for flight in self._flights:
-            lag = self._lag(flight, now)
+            job = flight.job
+            if flight.overtaken or (job.hedge is not None and not flight.hedge):
+                continue
+            busy = {other.source for other in (job.main, job.hedge) if other is not None}
+            source = self._selector.best(exclude=busy | _avoided(job, now))
+            if source is None:
+                continue
+            there = self._selector.expected_rate(source) or 0.0
+            lag = endgame.lag(flight, there, now, self._config)
             if lag is not None and (worst is None or lag > worst[0]):
-                worst = (lag, flight)
+                worst = (lag, flight, source)
         if worst is None:
-            return
-        flight = worst[1]
+            return None
+        lag, flight, source = worst
+        elapsed = now - flight.started
+        if not flight.hedge and min(lag, elapsed) > self._config.hedge_s:
+            hedge = self._hedge(flight, source, now)
+            if hedge is not None:
+                return hedge
+        if min(lag, elapsed) > self._config.lag_s:
+            self._overtake(flight, now)
+        return None
+
+    def _hedge(self, flight: Flight, source: str, now: float) -> Flight | None:
         job = flight.job
-        elapsed = max(now - flight.started, 1e-3)
-        got = job.transfer.offset - flight.start_offset
-        if got:
-            self._selector.slower(flight.source, got / elapsed)
-        flight.silent = not got
-        job.overtakes += 1
-        job.avoid_until[flight.source] = now + self._config.read_timeout_s
+        transfer = job.transfer
+        hedges = sum(other.hedge for other in self._flights)
+        if transfer.total is None or hedges >= _HEDGES:
+            return None
+        whole = job.whole or not self._resumes(source)
+        most = transfer.total if whole else transfer.total - transfer.offset
+        if not self.budget.take(most):
+            return None
+        self._seen_slow(flight, now)
+        job.hedge = Flight(job, source, Cancel(), now, None, hedge=True, whole=whole, reserved=most)
+        return self._begin(job.hedge)
+
+    def _overtake(self, flight: Flight, now: float) -> None:
+        """Cancel a request that lags, so that its blob can be continued elsewhere."""
+        self._seen_slow(flight, now)
+        flight.job.avoid_until[flight.source] = now + self._config.read_timeout_s
         flight.overtaken = True
         flight.cancel.cancel()
 
-    def _lag(self, flight: Flight, now: float) -> float | None:
-        """Return by how many seconds a flight is too slow, None if it may go on."""
-        job = flight.job
-        if flight.overtaken or job.overtakes >= _OVERTAKES:
-            return None
-        elapsed = now - flight.started
-        there = self._best_elsewhere(flight)
-        if there is None or elapsed < self._config.lag_s:
-            return None
-        offset, total = job.transfer.offset, job.transfer.total
-        got = offset - flight.start_offset
-        if got <= 0:
-            return elapsed if elapsed >= self._config.silent_s else None
-        if total is None or there <= 0:
-            return None
-        here_s = (total - offset) * elapsed / got
-        there_s = (total - offset) / there
-        lag = here_s - self._config.overtake_factor * there_s
-        return lag if lag > self._config.lag_s else None
-
-    def _best_elsewhere(self, flight: Flight) -> float | None:
-        """Return the rate of the best other source that works; 0 where none was measured yet."""
-        best: float | None = None
-        now = self._clock()
-        for source in self._sources:
-            if source == flight.source or flight.job.avoid_until.get(source, 0.0) > now:
-                continue
-            rating = self._selector.rating(source)
-            if rating.failures or rating.banned:
-                continue
-            best = max(best or 0.0, self._selector.expected_rate(source) or 0.0)
-        return best
+    def _seen_slow(self, flight: Flight, now: float) -> None:
+        if flight.got > 0:
+            self._selector.slower(flight.source, endgame.pace(flight, now))
 
     def _starved(self, now: float) -> bool:
-        for flight in self._flights:
-            offset = flight.job.transfer.offset
-            if offset > flight.seen_offset:
-                flight.seen_offset, flight.seen_at = offset, now
-                self._gained_at = max(self._gained_at, now)
         return bool(
             self._error is None
             and (self._waiting or self._flights)
             and now - self._gained_at > self._config.give_up_after_s
         )
 
-    def _failure(self) -> ShardcastError:
-        jobs = list(self._waiting) + [flight.job for flight in self._flights]
-        what = jobs[0].name + (f" and {len(jobs) - 1} more" if len(jobs) > 1 else "")
-        each = "; ".join(
-            f"{url}: {self._errors[url].message if url in self._errors else 'not asked'}"
-            for url in self._sources
-        )
-        message = f"no source delivered {what} for {self._config.give_up_after_s:g} s: {each}"
-        wrong = [error for error in self._errors.values() if isinstance(error, IntegrityError)]
-        if wrong and len(wrong) == len(self._errors):
-            return IntegrityError(message, source=wrong[0].source)
-        return NetworkError(message, source=next(iter(self._errors), None))
+
+def _avoided(job: Job, now: float) -> set[str]:
+    return {url for url, until in job.avoid_until.items() if until > now}

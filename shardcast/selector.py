@@ -13,12 +13,18 @@ keeps chance from leaving a good source idle (simulated: 4 threads on 4 equal so
 of the rate with it and 21 % without).
 
 Rules that the original lacks: a failure never raises an estimate; a source that was never
-measured counts as good as the best one, so it is tried early; after a failure a source rests,
-longer with each further one; a source that failed twice in a row is dead: it gets single probes,
-and no sooner than many other requests were served, so it costs under 1 % of them. Estimates heal
-with time. A banned source is asked only where no other source is alive, one request at a time
-and with the rests of a dead one: what it sends is verified anyway, and a flipped bit at the only
-source must not end a pull. If that one request gives good bytes, the ban is over. Pure: clock and random numbers come from outside.
+measured counts as good as the best one, so it is tried early and no probe file is needed; after a
+failure a source rests, longer with each further one; a source that failed twice in a row is dead:
+it gets single probes, and no sooner than many other requests were served, so it costs under 1 % of
+them. What the control plane sees (heads are asked of every source all the time) spares even those:
+a source that gave no head is doubted as a dead one until it is seen alive, and is probed at once
+then. Estimates heal with time, also the bandwidth of one that nobody asks because it was slow. A
+banned source is asked only where no other source is alive, one request at a
+time and with the rests of a dead one: what it sends is verified anyway, and a flipped bit at the
+only source must not end a pull. If that one request gives good bytes, the ban is over.
+
+Pure: clock and random numbers come from outside. How it does against the original rule is
+simulated in tests/simulation.py; docs/adr/0007 has the figures.
 """
 
 from __future__ import annotations
@@ -40,6 +46,13 @@ RATE_WEIGHT: Final = 0.3
 
 HEAL_S: Final = 30.0
 """Time constant with which a bad success rate is forgotten."""
+
+RATE_HEAL_S: Final = 30.0
+"""Time constant with which the bandwidth of a source that is not asked is believed to be as good
+as the best one's again: 10 s later it is drawn for about one request in forty, and measured."""
+
+TRUSTED_S: Final = 10.0
+"""A source that gave good bytes so recently is not doubted for a head that did not come."""
 
 RATED_BYTES: Final = 64 * 1024
 """Smaller blobs measure the round trip, not the bandwidth."""
@@ -63,6 +76,8 @@ class _Source:
     success: float = 1.0
     judged_at: float = 0.0
     bandwidth: float | None = None
+    used_at: float = 0.0  # when its last request ended
+    delivered_at: float = -math.inf
     in_flight: int = 0
     failures: int = 0
     rest_until: float = 0.0
@@ -81,6 +96,8 @@ class Rating:
     Attributes:
         success: Share of requests expected to succeed now, 0 to 1.
         bandwidth: Bytes per second over all requests to it, None before the first measurement.
+        expected: Bytes per second of good bytes that it can give in all, as believed now: healed
+            by the time since it was last asked, and the best one's where it was never measured.
         in_flight: Requests going on.
         failures: Failures in a row.
         banned: Whether it is banned now.
@@ -88,6 +105,7 @@ class Rating:
 
     success: float
     bandwidth: float | None
+    expected: float
     in_flight: int
     failures: int
     banned: bool
@@ -127,7 +145,9 @@ class Selector(Generic[Key]):
         self._lock = threading.Lock()
         self._picks = 0
         now = clock()
-        self._sources: dict[Key, _Source] = {key: _Source(judged_at=now) for key in keys}
+        self._sources: dict[Key, _Source] = {
+            key: _Source(judged_at=now, used_at=now) for key in keys
+        }
 
     def pick(self, exclude: Collection[Key] = ()) -> Key | None:
         """Draw a source, or None if none may be asked now. The caller says ``started``."""
@@ -163,15 +183,37 @@ class Selector(Generic[Key]):
             return source.in_flight == 0
         return self._limit is None or source.in_flight < self._limit
 
+    def best(self, exclude: Collection[Key] = ()) -> Key | None:
+        """Return the source to ask when it matters most (a hedge): alive, free, the fastest.
+
+        None if there is none. The caller says ``started``.
+        """
+        with self._lock:
+            now = self._clock()
+            good = [
+                (self._expected(source, now), self._rng.random(), key)
+                for key, source in self._sources.items()
+                if key not in exclude
+                and not source.failures
+                and not source.banned(now)
+                and self._free(source, now)
+            ]
+            return max(good, key=lambda rated: rated[:2])[2] if good else None
+
     def _weight(self, source: _Source, now: float) -> float:
         return (self._expected(source, now) / (source.in_flight + 1)) ** 2
 
     def _expected(self, source: _Source, now: float) -> float:
-        bandwidth = source.bandwidth
-        if bandwidth is None:
-            known = [s.bandwidth for s in self._sources.values() if s.bandwidth is not None]
-            bandwidth = max(known, default=1.0)
-        return max(self._success(source, now) * bandwidth, 1e-9) / (source.in_flight + 1)
+        """Return what the next request can expect: its share of what the source can give."""
+        return self._in_all(source, now) / (source.in_flight + 1)
+
+    def _in_all(self, source: _Source, now: float) -> float:
+        best = max((s.bandwidth for s in self._sources.values() if s.bandwidth), default=1.0)
+        bandwidth = best if source.bandwidth is None else source.bandwidth
+        if not source.in_flight:  # else its rate is just being measured
+            age = max(now - source.used_at, 0.0)
+            bandwidth += (best - bandwidth) * (1.0 - math.exp(-age / RATE_HEAL_S))
+        return max(self._success(source, now) * bandwidth, 1e-9)
 
     def _success(self, source: _Source, now: float) -> float:
         """Return the success rate, healed by the time since the last outcome."""
@@ -208,7 +250,7 @@ class Selector(Generic[Key]):
             now, source = self._clock(), self._sources[key]
             healed = self._success(source, now)
             source.success = healed + SUCCESS_WEIGHT * (1.0 - healed)
-            source.judged_at = now
+            source.judged_at = source.used_at = source.delivered_at = now
             source.failures = 0
             source.rest_until = 0.0
             if source.on_trial:
@@ -230,11 +272,11 @@ class Selector(Generic[Key]):
             now, source = self._clock(), self._sources[key]
             before = source.success
             source.success = min(self._success(source, now) * (1 - SUCCESS_WEIGHT), before)
-            source.judged_at = now
+            source.judged_at = source.used_at = now
             source.failures += 1
             doublings = min(source.failures - 1, 16)
             cap = min(self._rest_first_s * 2.0**doublings, self._rest_cap_s)
-            rest = max(self._rng.uniform(cap / 4, cap), retry_after or 0.0)
+            rest = max(self._rng.uniform(0.0, cap), retry_after or 0.0)
             source.rest_until = max(source.rest_until, now + rest)
             source.probe_at_pick = self._picks + PROBE_SHARE
             source.in_flight = max(source.in_flight - 1, 0)
@@ -247,10 +289,11 @@ class Selector(Generic[Key]):
             rest_s: Leave it alone for so long (a 503 or 429 of a healthy server).
         """
         with self._lock:
-            source = self._sources[key]
+            now, source = self._clock(), self._sources[key]
             source.in_flight = max(source.in_flight - 1, 0)
+            source.used_at = now
             if rest_s > 0:
-                source.rest_until = max(source.rest_until, self._clock() + rest_s)
+                source.rest_until = max(source.rest_until, now + rest_s)
 
     def slower(self, key: Key, bytes_per_s: float) -> None:
         """A request in flight was seen to run at no more than ``bytes_per_s``: lower the estimate.
@@ -262,12 +305,25 @@ class Selector(Generic[Key]):
             seen = bytes_per_s * max(source.in_flight, 1)
             if source.bandwidth is None or seen < source.bandwidth:
                 source.bandwidth = max(seen, 1.0)
+                source.used_at = self._clock()
 
     def banned(self, key: Key, seconds: float) -> None:
         """Leave the source alone while there is any other: it gave wrong bytes."""
         with self._lock:
             source = self._sources[key]
             source.banned_until = max(source.banned_until, self._clock() + seconds)
+
+    def doubt(self, key: Key) -> None:
+        """The source did not answer something else, or not yet: treat it as a dead one.
+
+        It is probed as one that failed, and at once when it is seen ``alive``. One that gave good
+        bytes a moment ago is not doubted.
+        """
+        with self._lock:
+            now, source = self._clock(), self._sources[key]
+            if source.failures < DEAD_AFTER and now - source.delivered_at > TRUSTED_S:
+                source.failures = DEAD_AFTER
+                source.probe_at_pick = self._picks + PROBE_SHARE
 
     def alive(self, key: Key) -> None:
         """The source was seen to be alive (it answered something else): probe it now."""
@@ -294,6 +350,7 @@ class Selector(Generic[Key]):
             return Rating(
                 success=self._success(source, now),
                 bandwidth=source.bandwidth,
+                expected=self._in_all(source, now),
                 in_flight=source.in_flight,
                 failures=source.failures,
                 banned=source.banned(now),

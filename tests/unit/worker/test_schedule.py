@@ -491,19 +491,23 @@ def test_a_transfer_at_the_common_rate_is_not_overtaken() -> None:
     assert not flight.cancel.cancelled
 
 
-def test_a_blob_is_overtaken_at_most_three_times() -> None:
-    play = Play("a", "b", "c", "d", "e", "f")
+def test_a_blob_is_taken_from_each_silent_source_once() -> None:
+    names = ["a", "b", "c", "d", "e", "f"]
+    play = Play(*names)
     play.add()
-    for _ in range(3):
+    asked = []
+    for _ in names[1:]:
         flight = play.start()
+        asked.append(flight.source)
         play.now += 3
         play.schedule.next()
         assert flight.cancel.cancelled
         play.schedule.failed(flight, TransferCancelledError("cancelled"))
-    flight = play.start()
+    last = play.start()
+    assert sorted([*asked, last.source]) == names
     play.now += 10
     play.schedule.next()
-    assert not flight.cancel.cancelled
+    assert not last.cancel.cancelled  # no other source works
 
 
 def test_a_wrong_blob_is_wrong_also_when_it_was_just_overtaken() -> None:
