@@ -15,6 +15,8 @@ class EventKind(enum.StrEnum):
     """What happened.
 
     Attributes:
+        WAITING: Another process leads in this directory (``error`` names it); what it commits is
+            shared.
         HEAD: A newer head was accepted.
         SOURCE: A source failed, or its head was refused (``error`` says how, ``source`` which).
         BANNED: A source sent a wrong blob and is left alone for a while.
@@ -30,6 +32,7 @@ class EventKind(enum.StrEnum):
         ERROR: Something failed that will be tried again (``follow``), or the update hook did.
     """
 
+    WAITING = "waiting"
     HEAD = "head"
     SOURCE = "source"
     BANNED = "banned"

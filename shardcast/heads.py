@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from shardcast.errors import (
+    ClockError,
     NetworkError,
     NotFoundError,
     RollbackError,
@@ -16,8 +18,10 @@ from shardcast.errors import (
 )
 from shardcast.events import EventKind, WorkerEvent
 from shardcast.protocol import trust
+from shardcast.protocol.clock import clock_error_ms, describe_clock
 from shardcast.protocol.envelope import open_unverified
 from shardcast.protocol.head import Head, decode_head
+from shardcast.protocol.limits import SKEW_MS
 from shardcast.protocol.trust import Accepted, TrustState
 from shardcast.store.run import RunStore
 from shardcast.upstream import HeadAnswer, UpstreamState
@@ -46,17 +50,49 @@ class HeadKeeper:
         state: TrustState,
         emit: Callable[[WorkerEvent], None],
         clock_ms: Callable[[], int] = unix_ms,
+        *,
+        remember: bool = True,
     ) -> None:
+        """Take the state to start from.
+
+        Args:
+            store: Where it is remembered.
+            state: What is trusted and was last seen.
+            emit: Takes events.
+            clock_ms: This machine's clock.
+            remember: False where another process does it: nothing is written then.
+        """
         self.state = state
         self.accepted: Accepted | None = None
         self.errors: dict[str, ShardcastError] = {}
         self.heard: set[str] = set()
         self.changed = asyncio.Event()
         self._store = store
+        self._remembers = remember
         self._emit = emit
         self.clock_ms = clock_ms
         self._lock = asyncio.Lock()
         self._given: dict[str, int] = {}
+        self._offsets_ms: dict[str, int] = {}
+
+    @property
+    def clock_error_ms(self) -> int:
+        """By how much this machine's clock is wrong, by all its sources' clocks; 0 if it is not."""
+        return clock_error_ms(self._offsets_ms.values())
+
+    def why_expired(self) -> TrustError | None:
+        """Return why versions of the newest head are not taken now; None if they are."""
+        if self.accepted is None:
+            return None
+        now_ms = self.clock_ms()
+        over_ms = max(0, now_ms - self.accepted.head.expires_at - SKEW_MS)
+        try:
+            trust.require_fresh(
+                replace(self.accepted, expired_ms=over_ms), now_ms, self.clock_error_ms
+            )
+        except TrustError as error:
+            return error
+        return None
 
     async def on_head(self, answer: HeadAnswer) -> int | None:
         """Judge a head; the callback of ``HeadWatcher``.
@@ -67,6 +103,8 @@ class HeadKeeper:
         """
         async with self._lock:
             self.heard.add(answer.url)
+            if answer.date_s is not None:
+                self._offsets_ms[answer.url] = self.clock_ms() - int(answer.date_s * 1000)
             try:
                 accepted = trust.accept(self.state, answer.envelope, self.clock_ms())
             except ShardcastError as error:
@@ -74,6 +112,8 @@ class HeadKeeper:
                     self.errors.pop(answer.url, None)
                     return self.state.sequence
                 error.source = error.source or answer.url
+                if isinstance(error, ClockError) and self.clock_error_ms:
+                    error.message += f"; {describe_clock(self.clock_error_ms)}"
                 self.on_error(answer.url, error)
                 return None
             if accepted.changed or self.accepted is None:
@@ -98,6 +138,8 @@ class HeadKeeper:
         return head.sequence >= self._given.get(answer.url, 0)
 
     def _remember(self, accepted: Accepted) -> None:
+        if not self._remembers:
+            return
         self._store.write_trust(accepted.state)
         self._store.write_head(accepted.envelope)
 

@@ -1,4 +1,4 @@
-"""What a worker has open while it works on one OUT: lock, trust, sources, and the two acts.
+"""What a worker has open while it works on one OUT: trust, sources, and the two acts.
 
 *Obtain* makes a version complete on disk; *activate* commits it and points ``current`` at it.
 Blocking work runs in threads; cancelling a coroutine here ends its threads and sockets before it
@@ -13,8 +13,8 @@ import random
 import ssl
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, TypeVar
@@ -22,6 +22,7 @@ from typing import Final, TypeVar
 from shardcast.cancel import Cancel
 from shardcast.config import NetConfig
 from shardcast.documents import DocumentFetcher
+from shardcast.effort import Effort
 from shardcast.errors import (
     EngineError,
     IntegrityError,
@@ -30,24 +31,24 @@ from shardcast.errors import (
     SourceStatusError,
     UsageError,
 )
-from shardcast.events import EventKind, Observer, WorkerEvent
+from shardcast.events import EventKind, WorkerEvent
 from shardcast.fetch import BlobSource
 from shardcast.heads import HeadKeeper
 from shardcast.hooks import UpdateHook
 from shardcast.obtain import Damage, Obtainer, Tally
-from shardcast.protocol import trust
 from shardcast.protocol.documents import check_run
 from shardcast.protocol.head import VersionRef
 from shardcast.protocol.limits import MAX_DEPTH
-from shardcast.protocol.trust import TrustState
+from shardcast.protocol.manifest import Version
 from shardcast.pulling import FetchPool
 from shardcast.scans import Scans
 from shardcast.schedule import Notice
 from shardcast.selector import Selector
+from shardcast.store.recycling import worthwhile
 from shardcast.store.retention import Held, Keep, choose_evictions, collect
 from shardcast.store.run import RunStore
 from shardcast.store.stored import Durability, StoredVersion
-from shardcast.upstream import HeadSource, HeadWatcher, Upstream, UpstreamState, open_session
+from shardcast.upstream import HeadSource, HeadWatcher, UpstreamState
 
 _T = TypeVar("_T")
 
@@ -72,6 +73,8 @@ class WorkerOptions:
         config: Network bounds.
         tls: For https; None means the system's certificates.
         threads: For local hashing and copying; None means all cores.
+        recycle: A follower overwrites files of evicted versions that nobody can read any more.
+            False where a program outside sends them with ``sendfile``.
     """
 
     out: Path
@@ -86,6 +89,7 @@ class WorkerOptions:
     config: NetConfig = field(default_factory=NetConfig)
     tls: ssl.SSLContext | None = None
     threads: int | None = None
+    recycle: bool = True
 
     def __post_init__(self) -> None:
         """Check what can be wrong before anything is opened.
@@ -113,7 +117,7 @@ class Obtained:
 
 
 class WorkerSession:
-    """An open OUT. Made by ``open_worker``."""
+    """An open OUT. Made by ``shardcast.joining.open_worker``."""
 
     def __init__(
         self,
@@ -134,17 +138,25 @@ class WorkerSession:
             for url in options.sources
             for source in [BlobSource(url, options.config, tls=options.tls)]
         }
-        self._selector: Selector[str] = Selector(
+        self._selector = self._new_selector()
+        # Documents are small and decide what is fetched next: they never queue behind shards.
+        self._document_selector = self._new_selector()
+        self._scans = Scans(store, options.threads)
+        self._documents = threading.Lock()
+        self._effort = Effort(store)
+        self._watcher: HeadWatcher | None = None
+        self._recycling = False
+
+    def _new_selector(self) -> Selector[str]:
+        config = self.options.config
+        return Selector(
             self._sources,
             clock=time.monotonic,
             rng=self._rng,
-            limit=options.config.connections_per_source,
-            rest_first_s=options.config.backoff_first_s * 2,
-            rest_cap_s=options.config.backoff_cap_s,
+            limit=config.connections_per_source,
+            rest_first_s=config.backoff_first_s * 2,
+            rest_cap_s=config.backoff_cap_s,
         )
-        self._scans = Scans(store, options.threads)
-        self._documents = threading.Lock()
-        self._watcher: HeadWatcher | None = None
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -176,6 +188,7 @@ class WorkerSession:
         self.keeper.on_change(url, state)
         if state.live and url in self._sources:
             self._selector.alive(url)
+            self._document_selector.alive(url)
 
     # --- obtain -----------------------------------------------------------------------------
 
@@ -198,9 +211,9 @@ class WorkerSession:
 
         def get(cancel: Cancel) -> VersionRef:
             with self._documents:
-                return DocumentFetcher(self.store, lambda: self._pool(cancel, patience)).ref_of(
-                    manifest
-                )
+                return DocumentFetcher(
+                    self.store, lambda: self._document_pool(cancel, patience)
+                ).ref_of(manifest)
 
         return await self.in_thread(get)
 
@@ -213,10 +226,7 @@ class WorkerSession:
 
     def _obtain(self, ref: VersionRef, cancel: Cancel) -> Obtained:
         tally = Tally(total_bytes=ref.bytes)
-        with self._documents:
-            version = DocumentFetcher(
-                self.store, lambda: self._pool(cancel), lambda n: _add_fetched(tally, n)
-            ).version(ref, self.keeper.state)
+        version = self._documents_of(ref, cancel, tally)
         pools: list[FetchPool] = []
 
         def pool() -> FetchPool:
@@ -231,19 +241,41 @@ class WorkerSession:
             damaged=self._damaged,
             threads=self.options.threads,
         )
-        with self._progress(ref, tally, pools):
+        with self._effort.on(version, tally, pools), self._progress(ref, tally, pools):
             stored = obtainer.obtain(version)
         self.emit_version(EventKind.READY, ref, stored.directory, tally.fetched_bytes)
         return Obtained(ref, stored, tally.fetched_bytes)
 
-    def _pool(self, cancel: Cancel, config: NetConfig | None = None) -> FetchPool:
+    def _documents_of(self, ref: VersionRef, cancel: Cancel, tally: Tally) -> Version:
+        with self._documents:
+            return DocumentFetcher(
+                self.store, lambda: self._document_pool(cancel), lambda n: _add_fetched(tally, n)
+            ).version(ref, self.keeper.state)
+
+    async def supersedes(self, newer: VersionRef) -> bool:
+        """Say whether what is being obtained should be dropped for a newer version.
+
+        If so, what that throws away is counted: say it only once for each that is dropped.
+
+        Raises:
+            ShardcastError: If the newer one's documents cannot be had.
+        """
+        return await self.in_thread(lambda cancel: self._supersedes(newer, cancel))
+
+    def _supersedes(self, newer: VersionRef, cancel: Cancel) -> bool:
+        if not self._effort.under_way:
+            return True  # not a byte of it has been asked for
+        return self._effort.switch_to(self._documents_of(newer, cancel, Tally()))
+
+    def _pool(self, cancel: Cancel) -> FetchPool:
+        return self._pool_with(self._selector, cancel, self.options.config)
+
+    def _document_pool(self, cancel: Cancel, config: NetConfig | None = None) -> FetchPool:
+        return self._pool_with(self._document_selector, cancel, config or self.options.config)
+
+    def _pool_with(self, selector: Selector[str], cancel: Cancel, config: NetConfig) -> FetchPool:
         return FetchPool(
-            self.options.run,
-            self._sources,
-            self._selector,
-            config or self.options.config,
-            cancel,
-            notify=self._notice,
+            self.options.run, self._sources, selector, config, cancel, notify=self._notice
         )
 
     def _notice(self, notice: Notice) -> None:
@@ -300,19 +332,37 @@ class WorkerSession:
         """
         ref = ready.ref
         path = await self.in_thread(lambda _: self._commit(ref, frozenset(busy)))
-        self.emit_version(EventKind.COMMITTED, ref, path, ready.bytes_fetched)
-        if self.options.on_update is not None:
-            await self._run_hook(self.options.on_update, ref, path)
+        await self.announce(ready, path)
         return path
+
+    async def announce(self, ready: Obtained, path: Path) -> None:
+        """Tell that ``current`` names a version and run the hook; cancellation ends the hook."""
+        self.emit_version(EventKind.COMMITTED, ready.ref, path, ready.bytes_fetched)
+        if self.options.on_update is not None:
+            await self._run_hook(self.options.on_update, ready.ref, path)
 
     def _commit(self, ref: VersionRef, busy: frozenset[int]) -> Path:
         store, number = self.store, ref.version
-        store.commit(number, self.options.durability)
-        self._scans.remember(number)
-        if store.current() != number:
-            store.switch_current(number)
+        with self._leased(number):
+            store.commit(number, self.options.durability)
+            self._scans.remember(number)
+            if store.current() != number:
+                store.switch_current(number)
         self._evict(number, busy)
         return Path(os.path.abspath(store.version_directory(number)))
+
+    def _leased(self, number: int) -> AbstractContextManager[None]:
+        """Keep a version from being given up for room while it is committed."""
+        stored = self.store.stored(number)
+        return nullcontext() if stored is None else stored.lease()
+
+    def recycle(self) -> None:
+        """From now on keep the files of evicted versions for the next one, where that pays.
+
+        Not where this directory is served, or ever was: bytes that ``sendfile`` took may wait in a
+        socket as the file's own pages, and overwriting them changes what the neighbour receives.
+        """
+        self._recycling = self.options.recycle and worthwhile(self.store.root)
 
     def _evict(self, current: int, busy: frozenset[int]) -> None:
         """Keep the newest versions; drop what this one superseded. Readers go first."""
@@ -322,15 +372,17 @@ class WorkerSession:
         accepted = self.keeper.accepted
         withdrawn = accepted.head.withdrawn if accepted is not None else []
         stale = [n for n in store.staged() if n not in busy and (n < current or n in withdrawn)]
-        gone = [*over, *stale]
+        gone = [*stale, *over]
+        served = (store.root / "state" / "serve").exists()
+        spare = self.options.keep if self._recycling and not served else None
         if not self._documents.acquire(blocking=False):
             for n in gone:  # documents of another version are just coming: none is removed now
-                store.evict(n)
+                store.evict(n, spare_within=spare)
             return
         try:
             # A head that cannot be read is replaced by the next one; then this works again.
             with suppress(MalformedError):
-                collect(store, gone)
+                collect(store, gone, spare_within=spare)
         finally:
             self._documents.release()
 
@@ -405,65 +457,11 @@ class WorkerSession:
 
     def close(self) -> None:
         """Close sockets and files. Nothing may be running any more."""
+        if self._recycling:
+            self.store.spares.drop()
         for source in self._sources.values():
             source.close()
         self.store.close()
-
-
-@asynccontextmanager
-async def open_worker(
-    options: WorkerOptions, observer: Observer | None
-) -> AsyncIterator[WorkerSession]:
-    """Open an OUT for one worker: take its lock, decide what to trust, connect to nothing yet.
-
-    Raises:
-        BusyError: If another worker uses it; names its process.
-        UsageError: If it belongs to another run, or no key is known or given.
-        StateError: If what is remembered is damaged.
-    """
-    emit = _serialised(observer)
-    store = RunStore(options.out, options.run)
-    with store.lock(what=f"{options.out}"):
-        state = trust.begin(
-            options.run,
-            pinned=options.keys,
-            first_use=options.first_use,
-            remembered=_remembered(store),
-        )
-        keeper = HeadKeeper(store, state, emit)
-        store.clean_leftovers()
-        async with open_session(options.config, tls=options.tls) as http:
-            upstreams = [Upstream(url, http, options.config) for url in options.sources]
-            session = WorkerSession(options, store, keeper, upstreams, emit)
-            try:
-                yield session
-            finally:
-                session.close()
-
-
-def _remembered(store: RunStore) -> TrustState | None:
-    path = store.root / "state" / "trust.json"
-    with suppress(OSError, MalformedError):
-        other = trust.decode_state(path.read_bytes()).run
-        if other != store.run:
-            raise UsageError(
-                f"{store.root} belongs to run {other!r}; pull {store.run!r} into a directory of "
-                "its own",
-                source=str(store.root),
-            )
-    return store.read_trust()
-
-
-def _serialised(observer: Observer | None) -> Callable[[WorkerEvent], None]:
-    if observer is None:
-        return lambda event: None
-    lock = threading.RLock()
-
-    def emit(event: WorkerEvent) -> None:
-        with lock:
-            observer.on_event(event)
-
-    return emit
 
 
 class _Ticker:

@@ -7,7 +7,8 @@
     async for update in worker.follow(): ...    # every newer one
 
 ``out`` is one run's directory (docs/PROTOCOL.md, "Store"): ``out/current`` names the version to
-use. One worker works on a directory at a time.
+use. Of several workers on one directory one leads, the others share what it commits
+(``shardcast.joining``).
 """
 
 from __future__ import annotations
@@ -35,12 +36,14 @@ from shardcast.errors import (
 from shardcast.events import EventKind, Observer, WorkerEvent
 from shardcast.follow import Follower
 from shardcast.hooks import UpdateHook
+from shardcast.joining import Guest, lock_of, open_worker
 from shardcast.protocol import trust
 from shardcast.protocol.digest import is_digest
 from shardcast.protocol.head import Head, VersionRef
 from shardcast.protocol.limits import MAX_DEPTH
 from shardcast.protocol.trust import Accepted
-from shardcast.session import Obtained, WorkerOptions, WorkerSession, open_worker
+from shardcast.session import Obtained, WorkerOptions, WorkerSession
+from shardcast.store.locks import FileLock
 from shardcast.store.stored import Durability
 
 __all__ = [
@@ -160,11 +163,15 @@ class Worker:
             version: Its number; None means the newest.
             manifest: Its manifest digest instead; expiry of the head does not matter then.
 
+        Where another worker leads in the directory, this waits for it and shares what it commits;
+        ``current`` stays with the leader then.
+
         Returns:
             The version; at once if it is here already.
 
         Raises:
             UsageError: If the options are wrong, or the directory belongs to another run.
+            BusyError: If another worker leads and makes no progress with the version; names it.
             NotFoundError: If there is no such run or version.
             TrustError: If no acceptable head says so (ExpiredError, WithdrawnError, ...).
             NetworkError, IntegrityError: If no source delivers; names each.
@@ -174,7 +181,19 @@ class Worker:
             raise UsageError("give a version or a manifest, not both")
         if manifest is not None and not is_digest(manifest):
             raise UsageError(f"manifest is not 64 lowercase hex digits: {manifest[:80]!r}")
-        async with open_worker(self.options, self._observer) as session:
+        lock = lock_of(self.options)
+        try:
+            if not lock.try_acquire():
+                shared = await self._share(lock, version, manifest)
+                if shared is not None:
+                    return shared
+            return await self._bring(version, manifest)
+        finally:
+            lock.release()
+
+    async def _bring(self, version: int | None, manifest: str | None) -> Update:
+        """Lead: bring a version here and make it current."""
+        async with open_worker(self.options, self._observer, leading=True) as session:
             accepted = await self._head(session, needed=manifest is None)
             ref = await self._choose(session, accepted, version, manifest)
             head = None if accepted is None else accepted.head
@@ -189,6 +208,29 @@ class Worker:
             path = await session.activate(ready)
             return _update(ready, path, head)
 
+    async def _share(
+        self, lock: FileLock, version: int | None, manifest: str | None
+    ) -> Update | None:
+        """Wait for what another worker commits; None as soon as this one holds the lock."""
+        async with open_worker(self.options, self._observer, leading=False) as session:
+            guest = Guest(session, lock)
+            guest.tell_leader()
+            accepted = await self._head(session, needed=manifest is None)
+            chosen = await self._choose(session, accepted, version, manifest)
+
+            def wanted() -> VersionRef:
+                newest = session.keeper.accepted
+                if version is not None or manifest is not None or newest is None:
+                    return chosen
+                return trust.require_version(newest.head, None)
+
+            async with _watching(session):
+                shared = await guest.wait_for(wanted)
+            if shared is None:
+                return None
+            head = None if session.keeper.accepted is None else session.keeper.accepted.head
+            return _update(*shared, head)
+
     async def _choose(
         self,
         session: WorkerSession,
@@ -200,7 +242,8 @@ class Worker:
             assert accepted is not None
             ref = trust.require_version(accepted.head, version)
             if not self.options.accept_expired:
-                trust.require_fresh(accepted, session.keeper.clock_ms())
+                keeper = session.keeper
+                trust.require_fresh(accepted, keeper.clock_ms(), keeper.clock_error_ms)
             return ref
         head = None if accepted is None else accepted.head
         listed = [] if head is None else head.versions
@@ -273,6 +316,9 @@ class Worker:
         only the newest is kept. Closing the iterator (``aclose``), or cancellation, ends every
         thread, closes every socket and gives the directory's lock back before it returns.
 
+        Where another worker leads in the directory, its commits are shared, each with this one's
+        hook, until it ends; then this one leads.
+
         Raises:
             UsageError: If the options are wrong, or the directory belongs to another run.
             StateError: If what is remembered is damaged.
@@ -284,37 +330,60 @@ class Worker:
                 newest.get_nowait()
             newest.put_nowait(_update(ready, path, head))
 
-        async with open_worker(self.options, self._observer) as session:
-            self._following = session
-            current = await self._current(session)
-            async with _watching(session) as watching:
-                follower = Follower(
-                    session,
-                    session.keeper,
-                    session.emit,
-                    updated,
-                    accept_expired=self.options.accept_expired,
-                    current=current,
-                )
-                running = asyncio.ensure_future(follower.run())
+        running = asyncio.ensure_future(self._follow(updated))
+        try:
+            while True:
+                taking = asyncio.ensure_future(newest.get())
                 try:
-                    while True:
-                        taking = asyncio.ensure_future(newest.get())
-                        try:
-                            await asyncio.wait(
-                                [taking, running, watching],
-                                return_when=asyncio.FIRST_COMPLETED,
-                            )
-                        finally:
-                            taking.cancel()
-                        for task in (running, watching):
-                            if task.done():
-                                task.result()  # it only ends by an error
-                        if taking.done() and not taking.cancelled():
-                            yield taking.result()
+                    await asyncio.wait([taking, running], return_when=asyncio.FIRST_COMPLETED)
                 finally:
-                    running.cancel()
-                    await asyncio.gather(running, return_exceptions=True)
+                    taking.cancel()
+                if running.done():
+                    running.result()  # it only ends by an error
+                if taking.done() and not taking.cancelled():
+                    yield taking.result()
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    async def _follow(self, updated: Callable[[Obtained, Path, Head], None]) -> None:
+        """Follow beside another worker while there is one, then lead. Ends by an error only."""
+        lock = lock_of(self.options)
+        try:
+            if not lock.try_acquire():
+                async with open_worker(self.options, self._observer, leading=False) as session:
+                    self._following = session
+                    async with _watching(session):
+                        await Guest(session, lock).follow(updated)
+            async with open_worker(self.options, self._observer, leading=True) as session:
+                self._following = session
+                await self._lead(session, updated)
+        finally:
+            lock.release()
+
+    async def _lead(
+        self, session: WorkerSession, updated: Callable[[Obtained, Path, Head], None]
+    ) -> None:
+        session.recycle()
+        current = await self._current(session)
+        async with _watching(session) as watching:
+            follower = Follower(
+                session,
+                session.keeper,
+                session.emit,
+                updated,
+                accept_expired=self.options.accept_expired,
+                current=current,
+            )
+            running = asyncio.ensure_future(follower.run())
+            try:
+                await asyncio.wait([running, watching], return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                running.cancel()
+                await asyncio.gather(running, return_exceptions=True)
+            for task in (watching, running):
+                if task.done() and not task.cancelled():
+                    task.result()  # it only ends by an error
 
     async def _current(self, session: WorkerSession) -> tuple[int, str] | None:
         number = session.store.current()

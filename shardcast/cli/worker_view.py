@@ -91,6 +91,8 @@ class WorkerView:
             self._out.result(f"committed  {name}: {event.path}")
         elif kind == "held":
             self._out.notice(f"{name} is here; the publisher holds activations")
+        elif kind == "waiting":
+            self._out.notice(f"{event.error}")
         elif kind == "superseded":
             self._out.notice(f"{name} was left for a newer one; what it had is kept")
         elif kind == "damaged":

@@ -29,9 +29,36 @@ class FileLock:
         self._fd: int | None = None
 
     @property
+    def what(self) -> str:
+        """What it guards, for messages."""
+        return self._what
+
+    @property
     def held(self) -> bool:
         """Whether this object holds the lock."""
         return self._fd is not None
+
+    @property
+    def holder(self) -> str:
+        """Who wrote its name into the file last: ``process 4711``, for messages."""
+        with contextlib.suppress(OSError):
+            fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                return self._holder(fd)
+            finally:
+                os.close(fd)
+        return "another process"
+
+    def try_acquire(self) -> bool:
+        """Take the lock if nobody else holds it; say whether this object holds it now.
+
+        Raises:
+            DiskError: If the lock file cannot be made.
+        """
+        if self._fd is None:
+            with contextlib.suppress(BusyError):
+                self.acquire()
+        return self.held
 
     def acquire(self, *, wait_s: float = 0.0) -> None:
         """Take the lock, waiting at most ``wait_s`` seconds.
