@@ -129,7 +129,7 @@ class OriginFeed:
         await run.attach()
         for number, stored in list(run.stored.items()):
             lacking = (run.name, number)
-            if stored.committed and not stored.complete and lacking not in self._salvaged:
+            if stored.damaged is not None and lacking not in self._salvaged:
                 self._salvaged.add(lacking)
                 run.spawn(self._salvage(stored))
 
@@ -139,6 +139,8 @@ class OriginFeed:
             await asyncio.to_thread(salvage, stored)
         except ShardcastError as error:
             log.error("%s", error)
+        if stored.damaged is not None:
+            log.error("%s; nobody can repair it here: publish it again", stored.damaged)
 
     def _read(self, store: RunStore, state: TrustState | None) -> Accepted | None:
         data = store.read_head()
