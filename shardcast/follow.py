@@ -225,7 +225,15 @@ class Follower:
             self._frozen = expired
             kind = EventKind.FROZEN if expired else EventKind.THAWED
             version, manifest = self._current or (None, None)
-            self._emit(WorkerEvent(kind=kind, run=self._run, version=version, manifest=manifest))
+            self._emit(
+                WorkerEvent(
+                    kind=kind,
+                    run=self._run,
+                    version=version,
+                    manifest=manifest,
+                    error=self._keeper.why_expired(),
+                )
+            )
 
     # --- waiting and ending -----------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import select
 import socket
 import ssl
 import struct
@@ -15,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from email.utils import formatdate
 from typing import Final, Self
 
 import msgspec
@@ -250,10 +252,13 @@ class ScriptedServer:
 
 def _gone(sock: socket.socket) -> bool:
     try:
+        # Looked at first: a socket with a timeout waits for bytes, whatever the flags say.
+        if not select.select([sock], [], [], 0)[0]:
+            return False
         return not socket.socket.recv(sock, 1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:
         return False
-    except OSError:
+    except (OSError, ValueError):
         return True
 
 
@@ -419,6 +424,7 @@ class RunServer(ScriptedServer):
         head_fault: The same for heads.
         sent: Body bytes of blobs that were sent, by digest.
         static: Behave as a plain file server: no long poll, no ranges under our ETag.
+        date_s: Its clock, sent with heads; None: it does not tell.
     """
 
     def __init__(self, *runs: FakeRun, static: bool = False, **kwargs: object) -> None:
@@ -429,6 +435,7 @@ class RunServer(ScriptedServer):
         self.head_fault: Callable[[Request], Iterable[Action] | None] = lambda r: None
         self.sent: Counter[str] = Counter()
         self.depth = 0
+        self.date_s: float | None = None
 
     @property
     def blob_requests(self) -> list[str]:
@@ -462,6 +469,8 @@ class RunServer(ScriptedServer):
         if not envelope:
             return [response(404, headers={"Cache-Control": "no-store"})]
         headers = {"ETag": head_etag(digest_of(envelope)), "Shardcast-Depth": str(self.depth)}
+        if self.date_s is not None:
+            headers["Date"] = formatdate(self.date_s, usegmt=True)
         return [response(200, envelope, headers)]
 
     def _blob(self, run: FakeRun, request: Request) -> Iterable[Action]:

@@ -25,6 +25,7 @@ from shardcast.errors import (
     WithdrawnError,
     WrongRunError,
 )
+from shardcast.protocol.clock import describe_clock
 from shardcast.protocol.digest import digest_of
 from shardcast.protocol.documents import (
     Digest,
@@ -333,19 +334,34 @@ def check_version(state: TrustState, version: Version) -> None:
         )
 
 
-def require_fresh(accepted: Accepted, now_ms: int) -> None:
+def require_fresh(accepted: Accepted, now_ms: int, clock_error_ms: int = 0) -> None:
     """Refuse an expired head, for callers that have no version yet.
 
+    Args:
+        accepted: The head, as it was judged at ``now_ms``.
+        now_ms: This machine's clock, Unix milliseconds.
+        clock_error_ms: By how much that clock seems to be wrong (``clock.clock_error_ms``). It
+            only decides what the message says: the sources that it is measured by are not trusted.
+
     Raises:
-        ExpiredError: Naming both clocks, since either may be wrong.
+        ClockError: If the head would be fresh, were this clock right.
+        ExpiredError: If it is not; names both clocks, since either may be wrong.
     """
-    if accepted.expired:
-        hours = accepted.expired_ms / 3_600_000
-        raise ExpiredError(
-            f"head {accepted.head.sequence} of run {accepted.head.run!r} expired {hours:.1f} hours "
-            f"ago (expires_at {accepted.head.expires_at}, this machine's clock {now_ms}): the "
-            "publisher is gone, a relay withholds newer heads, or this clock is wrong"
-        )
+    if not accepted.expired:
+        return
+    head = accepted.head
+    what = (
+        f"head {head.sequence} of run {head.run!r} expired {accepted.expired_ms / 3_600_000:.1f} "
+        f"hours ago (expires_at {head.expires_at}, this machine's clock {now_ms})"
+    )
+    if now_ms - clock_error_ms <= head.expires_at + SKEW_MS:
+        raise ClockError(f"{what}, but {describe_clock(clock_error_ms)}: set it right")
+    if clock_error_ms:
+        raise ExpiredError(f"{what}; {describe_clock(clock_error_ms)}, but it has expired by theirs")
+    raise ExpiredError(
+        f"{what}: the publisher is gone, a relay withholds newer heads, or a clock is wrong, this "
+        "machine's or the publisher's"
+    )
 
 
 def require_version(head: Head, version: int | None) -> VersionRef:

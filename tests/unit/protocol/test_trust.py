@@ -135,6 +135,19 @@ def test_freeze() -> None:
     assert require_version(head(version=1, versions=[ref(1)]), None).version == 1
 
 
+def test_a_wrong_clock_is_named_where_a_head_seems_expired() -> None:
+    """It never makes an expired head fresh: the sources that it is measured by are not trusted."""
+    data = sealed(head(issued_at=NOW, expires_at=NOW + 1000))
+    day_ahead = NOW + DAY_MS
+    accepted = accept(PINNED, data, day_ahead)
+    with pytest.raises(ClockError, match=r"24\.0 hours ahead of all its sources'.*set it right"):
+        require_fresh(accepted, day_ahead, DAY_MS)
+    with pytest.raises(ExpiredError, match=r"2\.0 hours ahead of .*expired by theirs"):
+        require_fresh(accepted, day_ahead, DAY_MS // 12)
+    with pytest.raises(ExpiredError, match="or a clock is wrong"):
+        require_fresh(accepted, day_ahead)
+
+
 def test_mix_and_match() -> None:
     """Documents of two genuine versions do not make a third."""
     one = encode_layout(layout([("w", 1)], version=1))

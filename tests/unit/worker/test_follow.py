@@ -6,13 +6,15 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from shardcast.errors import EngineError, NetworkError
+from shardcast.config import NetConfig
+from shardcast.errors import EngineError, ExpiredError, NetworkError
 from shardcast.events import EventKind, WorkerEvent
 from shardcast.hooks import UpdateHook
 from shardcast.protocol.head import Head, VersionRef
@@ -282,10 +284,14 @@ PATIENT = with_config(
 
 
 async def nearly_there(
-    out: Path, run: FakeRun, server: RunServer, started: list[Following]
+    out: Path,
+    run: FakeRun,
+    server: RunServer,
+    started: list[Following],
+    config: NetConfig = PATIENT,
 ) -> tuple[Following, threading.Event]:
     """A follower that has version 1 and lacks the last of eight shards of version 2."""
-    following = Following(out, run, server, config=PATIENT)
+    following = Following(out, run, server, config=config)
     started.append(following)
     await following.update()
     second = {"model": some_bytes(8 * 256 * KIB, 2)}
@@ -330,22 +336,17 @@ async def test_a_version_that_left_the_head_and_its_sources_is_let_go(
     tmp_path: Path, run: FakeRun, server: RunServer, started: list[Following]
 ) -> None:
     """It is no failure: the newest one is fetched at once."""
-    following, release = await nearly_there(tmp_path / "out", run, server, started)
-    last = run.shard_digests(2)[7]
+    hasty = replace(PATIENT, give_up_after_s=1.5)
+    following, release = await nearly_there(tmp_path / "out", run, server, started, hasty)
     third = run.publish({"model": some_bytes(8 * 256 * KIB, 3)})
     run.amend(versions=[third])
-    await asyncio.to_thread(server.wait_for, lambda: third.manifest in server.blob_requests)
-    config = following.worker.options.config
-    assert config.give_up_after_s == 30
-    del run.blobs[last]
-    server.fault = lambda request, data: None
-    release.set()
     update = await following.update()
     assert_is(update, run, 3)
     (superseded,) = following.log.of(EventKind.SUPERSEDED)
     assert superseded.version == 2
-    assert superseded.error is not None
+    assert isinstance(superseded.error, NetworkError)
     assert following.log.of(EventKind.ERROR) == []
+    release.set()
 
 
 async def test_hold_makes_ready_and_waits(
@@ -394,7 +395,9 @@ async def test_an_expired_head_is_told_once_and_heals_by_itself(
     following = Following(out, run, server)
     started.append(following)
     await following.event(EventKind.FROZEN)
-    assert following.log.of(EventKind.FROZEN)[0].version == 1
+    (frozen,) = following.log.of(EventKind.FROZEN)
+    assert frozen.version == 1
+    assert isinstance(frozen.error, ExpiredError)
     run.publish({"model": some_bytes(100_000)})
     await following.event(EventKind.THAWED)
     assert_is(await following.update(), run, 2)
@@ -563,9 +566,11 @@ def test_iterate_without_asyncio(
 
 
 def test_iterate_raises_what_follow_raises(tmp_path: Path, run: FakeRun, server: RunServer) -> None:
-    from shardcast.errors import BusyError
+    from shardcast.errors import UsageError
 
-    with RunStore(tmp_path / "out", "policy").lock():
-        updates = worker(tmp_path / "out", run, server, config=QUICK).iterate()
-        with pytest.raises(BusyError):
+    worker(tmp_path / "out", run, server).pull()
+    other = FakeRun("other")
+    with RunServer(other) as second:
+        updates = worker(tmp_path / "out", other, second, config=QUICK).iterate()
+        with pytest.raises(UsageError, match="belongs to run 'policy'"):
             next(updates)

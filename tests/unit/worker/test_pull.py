@@ -15,6 +15,7 @@ import pytest
 
 from shardcast.errors import (
     BusyError,
+    ClockError,
     DiskFullError,
     EquivocationError,
     ExpiredError,
@@ -665,6 +666,27 @@ def test_an_expired_head_is_refused_unless_it_is_accepted(tmp_path: Path) -> Non
             worker(tmp_path / "a", run, server).pull()
         assert_is(worker(tmp_path / "b", run, server, accept_expired=True).pull(), run, 1)
         assert_is(worker(tmp_path / "c", run, server).pull(manifest=ref.manifest), run, 1)
+
+
+def test_a_wrong_clock_is_named(tmp_path: Path) -> None:
+    """The publisher's and the source's clocks agree; by this machine's the head has expired."""
+    run, long_ago_ms = FakeRun(expiry_ms=3_600_000), 1_700_000_000_000
+    run.now_ms = lambda: long_ago_ms
+    run.publish({"model": some_bytes(10)})
+    with RunServer(run) as server:
+        server.date_s = long_ago_ms / 1000 + 60
+        with pytest.raises(ClockError, match="ahead of all its sources'"):
+            worker(tmp_path / "a", run, server).pull()
+    run = FakeRun()
+    future_ms = run.now_ms() + 100 * 24 * 3_600_000
+    run.now_ms = lambda: future_ms
+    run.publish({"model": some_bytes(10)})
+    with RunServer(run) as server:
+        with pytest.raises(ClockError, match="this clock or the publisher's is wrong"):
+            worker(tmp_path / "b", run, server).pull()
+        server.date_s = future_ms / 1000
+        with pytest.raises(ClockError, match="behind all its sources'"):
+            worker(tmp_path / "b", run, server).pull()
 
 
 def signed(run: FakeRun, number: int, layout: bytes, shards: list[str], total: int) -> None:
