@@ -1,12 +1,13 @@
 """What each digest of a run is, as far as its head and documents tell. Pure.
 
-Only what a head reaches is in it, so a relay cannot be used as an open cache.
+Only what a head reaches is in it, so a relay cannot be used as an open cache. A version that a newer
+head does not list any more may stay for a while, for those who are still fetching it.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from shardcast.errors import ShardcastError
@@ -122,8 +123,12 @@ class Catalog:
 
     # --- what changes it ----------------------------------------------------------------------
 
-    def set_head(self, head: Head) -> list[Version]:
+    def set_head(self, head: Head, linger: Collection[int] = ()) -> list[Version]:
         """Follow a new head; forget what it no longer reaches.
+
+        Args:
+            head: The head.
+            linger: Versions that stay although it dropped them, unless it withdrew them.
 
         Returns:
             Versions that are new or have grown.
@@ -140,7 +145,19 @@ class Catalog:
                 self._branches[ref.version] = old
             else:
                 self._branches[ref.version] = _Branch(ref)
+        for number, old in before.items():
+            known = old.version is not None and old.version.complete
+            if number in linger and known and number not in head.withdrawn:
+                self._branches.setdefault(number, old)
         return self._refresh()
+
+    def forget(self, numbers: Collection[int]) -> None:
+        """Forget lingering versions. Versions of the head stay."""
+        gone = [number for number in self.lingering() if number in numbers]
+        for number in gone:
+            del self._branches[number]
+        if gone:
+            self._refresh()
 
     def learn(self, digest: str, document: Parsed | None) -> list[Version]:
         """Take in a document whose bytes have ``digest``; None: it is malformed.
@@ -195,7 +212,19 @@ class Catalog:
 
     def numbers(self) -> list[int]:
         """Return the numbers of all versions of the head, the open one too, newest first."""
-        return list(self._branches)
+        return [number for number in self._branches if self._listed(number)]
+
+    def lingering(self) -> list[int]:
+        """Return the numbers of the versions that the head dropped and that are still served."""
+        return [number for number in self._branches if not self._listed(number)]
+
+    def _listed(self, number: int) -> bool:
+        head = self.head
+        if head is None:
+            return False
+        return head.ref(number) is not None or (
+            head.open is not None and head.open.version == number
+        )
 
     def problem(self, number: int) -> str | None:
         """Return why a version's documents are not usable, or None."""

@@ -65,6 +65,41 @@ def test_what_the_head_drops_is_forgotten() -> None:
         assert catalog.find(digest) is None
 
 
+def test_a_version_that_lingers_is_served_last_and_not_listed() -> None:
+    """It was dropped while somebody was still fetching it."""
+    old, new = make_version(1, {"a": noise(SHARD)}), make_version(2, {"b": noise(2 * SHARD, 5)})
+    same = make_version(3, {"c": noise(SHARD)})
+    catalog = Catalog(RUN)
+    catalog.set_head(head_of(old))
+    learn_all(catalog, old)
+    catalog.set_head(head_of(new), linger={1, 7})
+    assert catalog.find(old.shards[0]) == ShardBlob(old.shards[0], SHARD, (Place(1, 0),))
+    assert isinstance(catalog.find(old.ref.manifest), DocumentBlob)
+    assert (catalog.numbers(), catalog.lingering()) == ([2], [1])
+    assert catalog.missing_documents(1) == []
+    catalog.set_head(head_of(same, new), linger={1})
+    learn_all(catalog, same)
+    found = catalog.find(old.shards[0])
+    assert isinstance(found, ShardBlob)
+    assert found.places == (Place(3, 0), Place(1, 0))
+    catalog.forget({1, 2})
+    assert (catalog.numbers(), catalog.lingering()) == ([3, 2], [])
+    assert catalog.find(old.ref.manifest) is None
+    assert isinstance(catalog.find(new.ref.manifest), DocumentBlob)
+
+
+def test_what_was_withdrawn_or_is_not_known_whole_does_not_linger() -> None:
+    old, half, new = make_version(1), make_version(2), make_version(3)
+    catalog = Catalog(RUN)
+    catalog.set_head(head_of(old, half))
+    learn_all(catalog, old)
+    withdrawn = decode_head(open_unverified(make_head(new, withdrawn=[1]))[1])
+    catalog.set_head(withdrawn, linger={1, 2})
+    assert catalog.lingering() == []
+    assert catalog.find(old.shards[0]) is None
+    assert Catalog(RUN).lingering() == []
+
+
 def test_a_version_that_stays_keeps_its_shards_over_heads() -> None:
     first, second = make_version(1), make_version(2)
     catalog = Catalog(RUN)
