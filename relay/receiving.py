@@ -16,6 +16,7 @@ from relay.config import Limits
 from relay.shelf import remove_quietly
 from relay.threads import in_thread
 from shardcast.protocol.limits import MIB
+from shardcast.store.abandoned import create_temporary
 from shardcast.store.files import disk_errors, write_all
 from shardcast.store.run import RunStore
 
@@ -119,8 +120,7 @@ class FileReceiver:
         """Make one that writes a temporary file. Blocking."""
         path = store.temporary(digest)
         with disk_errors(path, "creating"):
-            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            return cls(os.open(path, flags, 0o644), 0, path)
+            return cls(create_temporary(path), 0, path)
 
     @property
     def digest(self) -> str:

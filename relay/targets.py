@@ -10,6 +10,7 @@ from relay.runs import RelayRun
 from relay.shelf import remove_quietly
 from shardcast.errors import BusyError, NotFoundError
 from shardcast.protocol.manifest import Version
+from shardcast.store.abandoned import create_temporary
 from shardcast.store.files import disk_errors
 from shardcast.store.stored import ShardState, StoredVersion
 
@@ -94,8 +95,7 @@ class BlobTarget:
         """Create the temporary file."""
         self._path = self._run.store.temporary(self.digest)
         with disk_errors(self._path, "creating"):
-            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            self._fd = os.open(self._path, flags, 0o644)
+            self._fd = create_temporary(self._path)
         return self._fd, 0
 
     def finish(self, xxh3: bytes) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from shardcast.errors import DiskError, DiskFullError
+from shardcast.store.abandoned import create_temporary
 
 COPY_CHUNK_BYTES: Final = 1 << 20
 """Fits the second-level cache, so that hashing and writing find the bytes where reading left them."""
@@ -65,7 +66,8 @@ def temporary_beside(path: Path) -> Path:
 def atomic_write(path: Path, data: bytes, *, sync: bool = True, mode: int = 0o644) -> None:
     """Replace ``path`` by ``data``: readers see the old bytes or the new ones.
 
-    A crash leaves the old file (and perhaps a hidden ``.tmp`` beside it).
+    A crash leaves the old file, and perhaps a hidden ``.tmp`` beside it, which
+    ``abandoned.remove_abandoned`` finds.
 
     Raises:
         DiskError: If the system refuses.
@@ -74,7 +76,7 @@ def atomic_write(path: Path, data: bytes, *, sync: bool = True, mode: int = 0o64
     with disk_errors(path, "writing"):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+            fd = create_temporary(temporary, mode)
             try:
                 write_all(fd, memoryview(data), 0)
                 if sync:

@@ -38,6 +38,7 @@ from shardcast.protocol.head import OpenRef, VersionRef
 from shardcast.protocol.layout import decode_layout, decode_part
 from shardcast.protocol.limits import MAX_DOCUMENT_BYTES, MAX_DOCUMENT_PARTS, MAX_HEAD_BYTES
 from shardcast.protocol.manifest import Version
+from shardcast.store.abandoned import is_hidden_temporary, remove_abandoned
 from shardcast.store.files import FULL, atomic_write, disk_errors, fsync_directory, remove_tree
 from shardcast.store.journal import ShardJournal
 from shardcast.store.locks import FileLock, try_lock
@@ -378,7 +379,7 @@ class RunStore:
         return FileLock(self.root / "state" / f"{purpose}.lock", what=label)
 
     def clean_leftovers(self) -> None:
-        """Remove what crashed processes left: trash, and temporary files older than an hour.
+        """Remove what crashed processes left: trash, and temporary files that nobody writes.
 
         Also the state of versions that are gone, and what was staged an hour ago by a publisher
         that died before it knew what it publishes.
@@ -392,11 +393,9 @@ class RunStore:
         for number in self.staged():
             if not self._state_path(number).exists() and self._is_stale(number):
                 self.evict(number)
-        directory = self.root / "state" / "tmp"
-        with contextlib.suppress(OSError):
-            for entry in os.scandir(directory):
-                if time.time() - entry.stat().st_mtime > _STALE_SECONDS:
-                    os.unlink(entry.path)
+        for directory in (self.root, self.root / "state", self.root / "blobs"):
+            remove_abandoned(directory, is_hidden_temporary)
+        remove_abandoned(self.root / "state" / "tmp", lambda _name: True)
 
     def save_state(self, version: Version) -> None:
         """Remember which documents describe a version."""
