@@ -1,10 +1,13 @@
 """What `python -m loadtest.soak` found, each as a test of its whole kind."""
 
 import os
+import time
 from pathlib import Path
 
 import pytest
 
+from shardcast.store.abandoned import create_temporary
+from shardcast.store.run import RunStore
 from tests.contract.made import SHARD, noise, publish
 from tests.contract.relays import config, running, wait_head
 from tests.contract.wire_client import eventually
@@ -38,3 +41,56 @@ async def test_an_origin_lets_go_of_versions_that_its_publisher_removed(tmp_path
             publish(store, source, {"model.safetensors": noise(2 * SHARD, number)})
         assert not (versions / "000001").exists()
         await eventually(lambda: not deleted_but_open(tmp_path), what="removed versions let go")
+
+
+def old(path: Path) -> Path:
+    """Makes a file look as if nobody had touched it for a minute."""
+    past = time.time() - 60
+    os.utime(path, (past, past), follow_symlinks=False)
+    return path
+
+
+@pytest.mark.fault(3)
+def test_what_a_killed_process_left_half_is_removed_and_what_is_being_written_stays(
+    tmp_path: Path,
+) -> None:
+    """It used to lie there for an hour, and in the root and ``blobs/`` for ever."""
+    store = RunStore(tmp_path, RUN)
+    for name in ("blobs", "state/tmp"):
+        (tmp_path / name).mkdir(parents=True)
+    alive = store.temporary("ab")
+    fd = create_temporary(alive)
+    (tmp_path / ".current.1.0.tmp").symlink_to("versions/000001")
+    dead = [
+        tmp_path / ".current.1.0.tmp",
+        tmp_path / ".head.json.1.0.tmp",
+        tmp_path / "blobs" / ".ab.bin.1.0.tmp",
+        tmp_path / "state" / ".trust.json.1.0.tmp",
+        tmp_path / "state" / "tmp" / "ab.1.0",
+    ]
+    kept = [alive, tmp_path / "blobs" / "ab.bin", tmp_path / "state" / "run.lock"]
+    for path in (*dead[1:], *kept[1:]):
+        path.touch()
+    for path in (*dead, *kept):
+        old(path)
+    (tmp_path / "state" / "tmp" / "fresh.1.1").touch()  # made, and not locked yet
+    store.clean_leftovers()
+    assert [path for path in dead if os.path.lexists(path)] == []
+    assert all(path.exists() for path in (*kept, tmp_path / "state" / "tmp" / "fresh.1.1"))
+    os.close(fd)
+    store.clean_leftovers()
+    assert not alive.exists()
+
+
+@pytest.mark.fault(19)
+def test_a_clock_that_is_wrong_by_a_day_makes_no_file_in_use_a_leftover(tmp_path: Path) -> None:
+    store = RunStore(tmp_path, RUN)
+    path = store.temporary("ab")
+    fd = create_temporary(path)
+    try:
+        past = time.time() - 86400
+        os.utime(path, (past, past))
+        store.clean_leftovers()
+        assert path.exists()
+    finally:
+        os.close(fd)
