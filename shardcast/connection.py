@@ -223,12 +223,10 @@ class Connection:
         with self._translated("waiting for the answer", unanswered=have == 0):
             self._sock.settimeout(left)
             count = self._sock.recv_into(into)
+        if count == 0 and have == 0:
+            raise ClosedEarlyError("closed the connection before an answer")
         if count == 0:
-            raise ClosedEarlyError(
-                "closed the connection before an answer"
-                if have == 0
-                else "closed the connection within the head of its answer"
-            )
+            raise NetworkError("closed the connection within the head of its answer")
         return count
 
     def read(self, most: int) -> memoryview:

@@ -251,6 +251,10 @@ class ScriptedServer:
 
 
 def _gone(sock: socket.socket) -> bool:
+    poll = select.poll()  # recv would wait for the socket's timeout first, MSG_DONTWAIT or not
+    poll.register(sock, select.POLLIN)
+    if not poll.poll(0):
+        return False
     try:
         # Looked at first: a socket with a timeout waits for bytes, whatever the flags say.
         if not select.select([sock], [], [], 0)[0]:

@@ -160,15 +160,17 @@ class Endless(Act):
 
 @dataclass(frozen=True)
 class Drip(Act):
-    """The wanted part, a byte at a time with pauses, until the client leaves or the fault ends."""
+    """The wanted part (or ``data``), a byte at a time, until the client leaves or the fault ends."""
 
     pause_s: float = 1.0
+    data: bytes | None = None
 
     def bytes_of(self, asked: Asked) -> Iterator[Action]:
-        for index in range(asked.start, len(asked.data)):
-            yield asked.data[index : index + 1]
+        data = asked.data[asked.start :] if self.data is None else self.data
+        for index in range(len(data)):
+            yield data[index : index + 1]
             if asked.end.wait(self.pause_s):
-                yield asked.data[index + 1 :]
+                yield data[index + 1 :]
                 return
 
 
@@ -231,12 +233,14 @@ class Sent:
     """One answer to a request for a blob.
 
     Attributes:
+        run: Of which run.
         digest: Of which blob.
         connection: Over which connection.
         scripted: Whether a script answered.
         body: Body bytes that were sent (to 16 KiB exactly where the client left).
     """
 
+    run: str
     digest: str
     connection: int
     scripted: bool
@@ -277,7 +281,7 @@ class Upstream(RunServer):
 
     def sent_for(self, run: FakeRun) -> int:
         """Body bytes of a run's blobs that were sent."""
-        return sum(answer.body for answer in self.answers if answer.digest in run.blobs)
+        return sum(answer.body for answer in self.answers if answer.run == run.name)
 
     @property
     def failures(self) -> int:
@@ -292,13 +296,14 @@ class Upstream(RunServer):
         data = run.blobs.get(request.digest or "")
         play = self._choose(run, request)
         if play is None or data is None:
-            return self._counted(super()._blob(run, request), request, scripted=False)
+            return self._counted(super()._blob(run, request), run.name, request, scripted=False)
         wanted = parse_range(request.headers.get("range"), len(data))
         start = 0 if wanted is None else wanted.start
         asked = Asked(request, data, start, wanted is not None, self.end)
         self.hit.set()
         return self._counted(
             (action for act in play.script for action in act.bytes_of(asked)),
+            run.name,
             request,
             scripted=True,
         )
@@ -322,10 +327,10 @@ class Upstream(RunServer):
             return chosen
 
     def _counted(
-        self, actions: Iterable[Action], request: Request, *, scripted: bool
+        self, actions: Iterable[Action], run: str, request: Request, *, scripted: bool
     ) -> Iterator[Action]:
         assert request.digest is not None
-        answer = Sent(request.digest, request.connection, scripted)
+        answer = Sent(run, request.digest, request.connection, scripted)
         with self.changed:
             self.answers.append(answer)
         in_head = True
@@ -349,11 +354,11 @@ class Upstream(RunServer):
 
 def cut_after(count: int, by: type[Act] = Shut) -> Script:
     """The honest head, then only so many bytes of the wanted part (negative: all but so many)."""
-    return (Head(), _Part(count), by())
+    return (Head(), Part(count), by())
 
 
 @dataclass(frozen=True)
-class _Part(Act):
+class Part(Act):
     count: int
 
     def bytes_of(self, asked: Asked) -> Iterable[Action]:
