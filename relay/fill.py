@@ -1,7 +1,7 @@
-"""Fills: one upstream read per blob, however many readers wait, and never a wrong blob passed on.
+"""A fill: one upstream read per blob, however many readers wait, and never a wrong blob passed on.
 
-A fill runs in a thread: it reads from one source after another into its target and moves the
-watermark. Readers live on the event loop and follow the watermark with sendfile. Rules:
+Threads read from one source after another into its target and move the watermark
+(``relay/filling.py``). Readers live on the event loop and follow the watermark with sendfile. Rules:
 
 - A fill is *truncated* until length and digest prove otherwise.
 - The last ``HELD_BACK_BYTES`` are released only after the digest was verified and the target
@@ -16,28 +16,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
-import logging
 import os
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from relay.metrics import Metrics
-from shardcast.cancel import Cancel, TransferCancelledError
-from shardcast.errors import (
-    IntegrityError,
-    LimitError,
-    NetworkError,
-    ShardcastError,
-    SourceStatusError,
-)
+from shardcast.cancel import Cancel
+from shardcast.errors import NetworkError, ShardcastError, SourceStatusError
 from shardcast.fetch import BlobSource, Fetched, Transfer
 from shardcast.protocol.limits import HELD_BACK_BYTES
 from shardcast.store.files import disk_errors, write_all
-
-log = logging.getLogger("relay.fill")
 
 _WAKE_S: Final = 0.002
 """Readers are woken at most this often: a little latency for much less work per byte."""
@@ -101,11 +90,11 @@ class Choice:
 
 
 class Route(Protocol):
-    """The order in which one fill tries its sources. Called from the fill's thread."""
+    """The order in which one fill tries its sources. Called from one thread at a time."""
 
     @property
     def lateral(self) -> bool:
-        """Whether it begins at a sibling."""
+        """Whether it goes on at a sibling."""
         ...
 
     def next(self, received: int) -> Choice | float | None:
@@ -154,6 +143,8 @@ class Fill:
         fd: Descriptor of the file that it is written to, -1 before it is open.
         base: Where in that file it begins.
         lateral: Whether it reads from a sibling at the moment, or may come to.
+        source: URL that it reads from at the moment, None while it waits.
+        attempts: How many requests it has made.
     """
 
     def __init__(self, target: Target, loop: asyncio.AbstractEventLoop) -> None:
@@ -168,7 +159,9 @@ class Fill:
         self.lateral = False
         self.started = time.monotonic()
         self.source: str | None = None
+        self.attempts = 0
         self.cancel = Cancel()
+        self._attempt: Cancel | None = None
         self._loop = loop
         self._waiters: list[asyncio.Future[None]] = []
         self._users = 1  # the fill itself
@@ -208,6 +201,29 @@ class Fill:
         finally:
             with contextlib.suppress(ValueError):
                 self._waiters.remove(waiter)
+
+    @property
+    def readers(self) -> int:
+        """How many read it now: it is not for prefetching alone."""
+        return self._users - (0 if self.done else 1)
+
+    def move_on(self) -> None:
+        """Give the request up that goes on now, and ask the next source. What came is kept."""
+        attempt = self._attempt
+        if attempt is not None:
+            attempt.cancel()
+
+    async def pause(self, seconds: float) -> None:
+        """Wait, or be cancelled meanwhile."""
+        woken = asyncio.Event()
+
+        def wake() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(woken.set)
+
+        with self.cancel.hook(wake), contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await woken.wait()
 
     async def finished(self) -> None:
         """Wait for the end, without being woken on the way."""
@@ -253,6 +269,21 @@ class Fill:
 
     # --- the filling thread -------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def asking(self, choice: Choice) -> Iterator[Cancel]:
+        """Note who is asked while the block runs; yield what ends this request alone."""
+        with self.cancel.child() as attempt:
+            self.attempts += 1
+            self.lateral = choice.lateral
+            self.source = choice.source.url
+            self._attempt = attempt
+            self.notify()
+            try:
+                yield attempt
+            finally:
+                self._attempt = None
+                self.source = None
+
     def opened(self, fd: int, base: int) -> None:
         """Take over the descriptor to write to."""
         self.base = base
@@ -280,162 +311,6 @@ class Fill:
             self._wake_pending = True
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._soon)
-
-
-class _Sink:
-    def __init__(self, fill: Fill) -> None:
-        self._fill = fill
-        self.transfer: Transfer | None = None
-
-    def write(self, offset: int, data: memoryview) -> None:
-        assert self.transfer is not None
-        self._fill.advance(self.transfer, offset, data)
-
-
-def run_fill(fill: Fill, route: Route, metrics: Metrics) -> None:
-    """Fetch the blob into the fill's target. Blocking; runs in a thread.
-
-    Raises:
-        NetworkError: If no source gave it.
-        IntegrityError: If the sources gave wrong bytes.
-        DiskError: If it could not be kept.
-        TransferCancelledError: If the relay stops.
-    """
-    target = fill.target
-    fill.cancel.check()
-    fill.opened(*target.open())
-    try:
-        sink = _Sink(fill)
-        transfer = Transfer(target.run, target.digest, target.length, sink, limit=target.limit)
-        sink.transfer = transfer
-        _fetch(fill, route, transfer, metrics)
-        target.finish(transfer.xxh3)
-    except BaseException:
-        target.discard()
-        raise
-
-
-def _fetch(fill: Fill, route: Route, transfer: Transfer, metrics: Metrics) -> None:
-    last: ShardcastError | None = None
-    whole = False  # after a stitched blob was wrong: from one source only
-    while True:
-        choice = route.next(transfer.offset)
-        if isinstance(choice, float):
-            if fill.cancel.wait(choice):
-                fill.cancel.check()
-            continue
-        if choice is None:
-            raise last or NetworkError(f"no source for blob {transfer.digest} at the moment")
-        if whole and transfer.offset:
-            transfer.restart()
-        fill.lateral = choice.lateral
-        fill.source = choice.source.url
-        fill.notify()
-        try:
-            fetched = choice.source.fetch(transfer, fill.cancel)
-        except IntegrityError as error:
-            stitched = transfer.stitched
-            log.warning("wrong blob: %s%s", error, " (nobody is to blame)" if stitched else "")
-            metrics.wrong.inc()
-            route.wrong(choice, stitched=stitched)
-            transfer.restart()
-            fill.void()
-            whole = whole or stitched
-            last = error
-        except (NetworkError, LimitError) as error:
-            log.info("%s: %s", choice.source.url, error)
-            route.failed(choice, _as_network(error))
-            last = error
-        except BaseException:
-            route.dropped(choice)
-            raise
-        else:
-            route.succeeded(choice, fetched)
-            return
-
-
-def _as_network(error: NetworkError | LimitError) -> NetworkError:
-    return error if isinstance(error, NetworkError) else NetworkError(error.message)
-
-
-class Fills:
-    """All fills of a relay: single flight by run and digest.
-
-    Fills that wait for a sibling have threads of their own. Otherwise two siblings could have all
-    their threads wait for blobs of each other that wait for a thread.
-    """
-
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        metrics: Metrics,
-        *,
-        threads: int,
-        most: int,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._loop = loop
-        self._metrics = metrics
-        self._clock = clock
-        self._most = most
-        self._direct = ThreadPoolExecutor(threads, thread_name_prefix="fill")
-        self._lateral = ThreadPoolExecutor(threads, thread_name_prefix="fill-lateral")
-        self._open: dict[tuple[str, str], Fill] = {}
-
-    def get(self, run: str, digest: str) -> Fill | None:
-        """Return the fill of a blob that is on its way, or None."""
-        return self._open.get((run, digest))
-
-    def open(self) -> list[Fill]:
-        """Return what is on its way, oldest first."""
-        return list(self._open.values())
-
-    @property
-    def full(self) -> bool:
-        """Whether no further fill may be started."""
-        return len(self._open) >= self._most
-
-    def start(self, target: Target, route: Route) -> Fill:
-        """Start fetching a blob that is not on its way yet."""
-        fill = Fill(target, self._loop)
-        key = (target.run, target.digest)
-        self._open[key] = fill
-        self._metrics.open_fills.set(len(self._open))
-        executor = self._lateral if route.lateral else self._direct
-        future = self._loop.run_in_executor(executor, run_fill, fill, route, self._metrics)
-        future.add_done_callback(lambda done: self._ended(key, fill, done))
-        return fill
-
-    def _ended(self, key: tuple[str, str], fill: Fill, done: asyncio.Future[None]) -> None:
-        self._open.pop(key, None)
-        self._metrics.open_fills.set(len(self._open))
-        error: ShardcastError | None = None
-        if done.cancelled():
-            error = TransferCancelledError("cancelled")
-        elif (problem := done.exception()) is not None:
-            if isinstance(problem, ShardcastError):
-                error = problem
-            else:
-                log.error("fill of %s broke", fill.target.digest, exc_info=problem)
-                error = ShardcastError(f"fill broke: {problem}")
-        result = "verified" if error is None else error.code
-        self._metrics.fills.labels(result=result).inc()
-        if error is None:
-            self._metrics.received.labels(origin="fill").inc(fill.total or 0)
-            self._metrics.fill_seconds.observe(self._clock() - fill.started)
-            fill.target.landed()
-        else:
-            fill.target.lost()
-            if not isinstance(error, TransferCancelledError):
-                log.warning("run %s: blob %s did not come: %s", *key, error)
-        fill.end(error)
-
-    def close(self) -> None:
-        """Cancel everything and wait for the threads."""
-        for fill in self.open():
-            fill.cancel.cancel()
-        self._lateral.shutdown(wait=True, cancel_futures=True)
-        self._direct.shutdown(wait=True, cancel_futures=True)
 
 
 def status_of(error: ShardcastError | None) -> int | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import defaultdict
+from functools import partial
 
 import msgspec
 
@@ -11,6 +13,9 @@ from relay.catalog import DocumentBlob
 from relay.node import Node
 from relay.origin import now_ms
 from relay.runs import RelayRun
+from relay.threads import in_thread
+from relay.watching import Watch, feel
+from shardcast.asyncget import HttpSession
 from shardcast.errors import (
     MalformedError,
     NotFoundError,
@@ -30,6 +35,10 @@ log = logging.getLogger("relay.following")
 TICK_S = 0.5
 MAX_RUNS = 256
 """Runs taken over from parents that were not named: a parent cannot fill the disk with names."""
+MAX_STRANGE_RUNS = 32
+"""Runs that one parent alone has named and nobody has given a head for that is trusted: each costs
+every parent a question every few seconds."""
+RESTART_S = 1.0
 
 
 def check_keys(node: Node) -> None:
@@ -66,12 +75,20 @@ class ParentFeed:
         self._group: asyncio.TaskGroup | None = None
         self._told: set[str] = set()
         self._states: dict[str, TrustState] = {}
-        self._locks: dict[str, asyncio.Lock] = {}
+        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._adopting: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._named_by: dict[str, str] = {}
+        self._discovering: asyncio.Task[None] | None = None
 
     async def prepare(self) -> None:
         """Serve the heads that were served before the restart."""
         for name in self._node.config.runs or tuple(await asyncio.to_thread(self._node.store.runs)):
-            await self._adopt(name)
+            known = self._node.runs.get(name)
+            if known is None:
+                await self._adopt(name)
+            else:  # looked at before; another process may have written to it since
+                await asyncio.to_thread(self._begin, name)
+                await self._resume(known)
 
     async def run(self) -> None:
         """Follow until cancelled."""
@@ -79,16 +96,34 @@ class ParentFeed:
         me = {NODE_HEADER: node.identity.node}
         async with open_session(config.net, me) as session, asyncio.TaskGroup() as group:
             self._group = group
+            self._discovering = None
             self._upstreams = [Upstream(url, session, config.net) for url in node.parents.urls]
             if node.siblings is not None:
                 group.create_task(node.siblings.watch(session))
+            group.create_task(self._fill_watch(session).run())
             for run in list(node.runs.values()):
                 self._watch(run)
             for name in config.runs:
                 await self._follow(name)
             group.create_task(self._tick())
             if not config.runs:
-                group.create_task(self._discover_forever())
+                for upstream in self._upstreams:
+                    group.create_task(self._discover_forever(upstream))
+
+    def _fill_watch(self, session: HttpSession) -> Watch:
+        node = self._node
+        assert node.sources is not None
+        return Watch(
+            node.fills.open,
+            node.sources.leads_up,
+            partial(feel, session),
+            self._silent,
+            node.clock,
+        )
+
+    def _silent(self, url: str) -> None:
+        if self._node.siblings is not None:
+            self._node.siblings.saw(url, None, live=False)
 
     async def refresh(self, run: RelayRun) -> None:
         """Ask all parents for the head once, then for documents that are known by name only."""
@@ -100,35 +135,65 @@ class ParentFeed:
         await self._documents(run)
 
     async def _documents(self, run: RelayRun) -> None:
-        for number in run.catalog.numbers():
-            await fetch_documents(self._node, run, number)
+        # All at once: an open version whose parts do not come must not hold up the others.
+        numbers = run.catalog.numbers()
+        await asyncio.gather(*(fetch_documents(self._node, run, number) for number in numbers))
         await run.attach()
 
     async def discover(self, name: str) -> None:
-        """Ask the parents for their runs, if runs were not named."""
-        if self._upstreams and not self._node.config.runs and name not in self._node.runs:
-            await self._discover()
+        """Look for a run, and for its head if it is known; the look outlives who waits for it."""
+        if not self._upstreams or self._group is None:
+            return
+        watcher = self._node.parents.watchers.get(name)
+        if watcher is not None:
+            await watcher.refresh()
+        elif not self._node.config.runs:
+            if self._discovering is None or self._discovering.done():
+                self._discovering = self._group.create_task(self._discover_all())
+            await asyncio.wait([self._discovering])
 
     # --- runs -----------------------------------------------------------------------------------
 
-    async def _discover_forever(self) -> None:
+    async def _discover_all(self) -> None:
+        # A parent that does not answer must not hold up the next look.
+        patience = self._node.config.limits.refresh_wait_s
+        await asyncio.gather(*(self._discover(upstream, patience) for upstream in self._upstreams))
+
+    async def _discover_forever(self, upstream: Upstream) -> None:
         while True:
-            await self._discover()
+            await self._discover(upstream)
             await asyncio.sleep(self._node.config.net.head_poll_s)
 
-    async def _discover(self) -> None:
-        answers = await asyncio.gather(
-            *(upstream.runs() for upstream in self._upstreams), return_exceptions=True
-        )
-        for upstream, answer in zip(self._upstreams, answers, strict=True):
-            if isinstance(answer, ShardcastError):
-                self._tell(f"{upstream.url} does not list its runs: {answer}", level=logging.INFO)
+    async def _discover(self, upstream: Upstream, patience_s: float | None = None) -> None:
+        """Follow the runs that a parent names, as far as it may name any."""
+        try:
+            async with asyncio.timeout(patience_s):
+                names = await upstream.runs()
+        except (ShardcastError, TimeoutError) as error:
+            self._tell(f"{upstream.url} does not list its runs: {error}", level=logging.INFO)
+            return
+        for name in names[:MAX_RUNS]:
+            if name in self._node.parents.watchers or not self._may_name(upstream.url):
                 continue
-            if isinstance(answer, BaseException):
-                raise answer
-            for name in answer[:MAX_RUNS]:
-                if len(self._node.runs) < MAX_RUNS:
-                    await self._follow(name)
+            await self._follow(name)
+            if name in self._node.runs:
+                self._named_by.setdefault(name, upstream.url)
+
+    def _may_name(self, url: str) -> bool:
+        """Say whether a parent may name one more run: none can use up what is for all."""
+        node = self._node
+        if len(node.runs) >= MAX_RUNS:
+            self._tell(f"{url} names more runs than the {MAX_RUNS} that are followed")
+            return False
+        named = [name for name, by in self._named_by.items() if by == url and name in node.runs]
+        strange = sum(node.runs[name].head is None for name in named)
+        if strange >= MAX_STRANGE_RUNS or len(named) >= max(1, MAX_RUNS // len(self._upstreams)):
+            self._tell(
+                f"{url} names too many runs: {len(named)} are followed, of {strange} of them "
+                "nobody has a head that is trusted"
+            )
+            return False
+        return True
 
     async def _follow(self, name: str) -> None:
         """Begin to follow a run, from what the disk remembers of it on."""
@@ -140,12 +205,20 @@ class ParentFeed:
 
     async def _adopt(self, name: str) -> RelayRun | None:
         """Begin to serve a run as far as it is here; None if it cannot be trusted."""
+        try:
+            check_run(name)
+        except MalformedError as error:
+            self._tell(f"run {name[:64]!r}: not followed: {error}")
+            return None
+        async with self._adopting[name]:
+            return await self._adopt_alone(name)
+
+    async def _adopt_alone(self, name: str) -> RelayRun | None:
         node = self._node
         known = node.runs.get(name)
         if known is not None:
             return known
         try:
-            check_run(name)
             await asyncio.to_thread(self._begin, name)
             store = await asyncio.to_thread(lambda: node.store.run(name, create=True))
         except ShardcastError as error:
@@ -170,7 +243,17 @@ class ParentFeed:
             run.name, self._upstreams, node.config.net, on_head, on_change=on_change
         )
         node.parents.watchers[run.name] = watcher
-        group.create_task(watcher.watch())
+        group.create_task(self._watch_forever(run, watcher))
+
+    async def _watch_forever(self, run: RelayRun, watcher: HeadWatcher) -> None:
+        """Watch one run; what breaks there never stops the others."""
+        while True:
+            try:
+                await watcher.watch()
+            except Exception as error:
+                log.exception("run %s: following broke; it is started again", run.name)
+                run.problem = f"following broke: {error}"
+            await asyncio.sleep(RESTART_S)
 
     def _begin(self, name: str) -> None:
         """Decide what to trust. Blocking."""
@@ -215,13 +298,12 @@ class ParentFeed:
 
     async def _on_head(self, run: RelayRun, answer: HeadAnswer) -> int | None:
         self._find_place()
-        lock = self._locks.setdefault(run.name, asyncio.Lock())
-        async with lock:
+        async with self._locks[run.name]:
             state = self._states[run.name]
             try:
                 accepted = await asyncio.to_thread(trust.accept, state, answer.envelope, now_ms())
                 if accepted.changed or run.head is None:
-                    await asyncio.to_thread(self._persist, run.store, accepted)
+                    await in_thread(partial(self._persist, run.store, accepted))
             except (TrustError, MalformedError) as error:
                 if run.head is not None and error.code == "rollback":
                     log.info("run %s: %s is behind: %s", run.name, answer.url, error)
@@ -249,6 +331,8 @@ class ParentFeed:
             self._tell(f"run {run.name}: parent {url}: {state.error}")
         else:
             self._told = {text for text in self._told if url not in text}
+            if self._node.sources is not None:
+                self._node.sources.alive(url)
         self._find_place()
 
     def _find_place(self) -> None:

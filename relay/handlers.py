@@ -13,6 +13,7 @@ from relay import respond
 from relay.clients import Clients
 from relay.metrics import CONTENT_TYPE
 from relay.node import Node
+from relay.parents import Place
 from relay.publishing import Publishing
 from relay.respond import AbortedResponseError, client_asking
 from relay.runs import RelayRun, ServedHead
@@ -114,8 +115,8 @@ class Handlers:
         if not response.prepared:
             common[wire.DEPTH_HEADER] = str(self._node.depth)  # a long poll may outlive it
             response.headers.update(common)
-        if self._node.draining:
-            response.force_close()
+        if self._node.draining and not response.prepared:
+            response.force_close()  # said in its head: who was not told may use the connection again
         self._node.metrics.requests.labels(endpoint=endpoint, status=str(response.status)).inc()
         return response
 
@@ -164,15 +165,16 @@ class Handlers:
         child = wire.parse_node(request.headers.get(wire.NODE_HEADER))
         if after is not None and wait and request.method == "GET":
             # Relays hear at once how far the origin is: what they may ask whom hangs on it.
-            known = run.told.depth(child, node.depth)
+            known = run.told.place(child, node.place)
             await self._wait(
-                request, run, after, wait, lambda: node.draining or known not in (None, node.depth)
+                request, run, after, wait, lambda: node.draining or known not in (None, node.place)
             )
-        run.told.tell(child, node.depth)
+        place = node.place
+        run.told.tell(child, place)
         head = run.head
         if head is None:
             raise NotFoundError(f"run {run.name!r} has no head")
-        return head_answer(head)
+        return head_answer(head, place)
 
     async def _wait(
         self,
@@ -197,15 +199,19 @@ class Handlers:
         metrics.connections.set(self._node.admission.connections.taken)
         metrics.waiting.set(self._node.admission.waits.taken)
         metrics.depth.set(self._node.depth)
+        if self._node.scrub is not None:
+            metrics.scrub_age.set(self._node.scrub.age_s)
         for run in self._node.runs.values():
             metrics.complete.labels(run=run.name).set(run.complete_version() or 0)
+            damaged = sum(stored.damaged is not None for stored in run.stored.values())
+            metrics.damaged.labels(run=run.name).set(damaged)
         return web.Response(
             body=metrics.render(),
             headers={"Content-Type": CONTENT_TYPE, "Cache-Control": wire.ERROR_CACHE_CONTROL},
         )
 
 
-def head_answer(head: ServedHead) -> web.Response:
+def head_answer(head: ServedHead, place: Place) -> web.Response:
     """Return the head, verbatim: always 200, never 304."""
     return web.Response(
         body=head.envelope,
@@ -213,5 +219,6 @@ def head_answer(head: ServedHead) -> web.Response:
             "Content-Type": respond.JSON_TYPE,
             "ETag": head.etag,
             "Cache-Control": wire.HEAD_CACHE_CONTROL,
+            wire.PATH_HEADER: ",".join(place.path),
         },
     )

@@ -10,17 +10,21 @@ from collections.abc import Callable
 from typing import Protocol
 
 from relay.admission import Admission
-from relay.catalog import DocumentBlob, Known
+from relay.catalog import DocumentBlob, Known, ShardBlob
 from relay.config import RelayConfig
 from relay.descriptors import budget
-from relay.fill import Fill, Fills
+from relay.fill import Fill, Target
+from relay.filling import Fills
+from relay.keeping import Keeper, Keeping
 from relay.metrics import Metrics
 from relay.pacing import Pacer
-from relay.parents import Parents, Sources
+from relay.parents import Parents, Place
 from relay.respond import Identity
-from relay.runs import RelayRun
+from relay.routes import Sources
+from relay.readers import Readers
+from relay.runs import Opened, RelayRun
 from relay.siblings import Siblings
-from relay.targets import target_for
+from relay.targets import SpareTarget, target_for
 from shardcast.errors import NetworkError, NotFoundError, ShardcastError
 from shardcast.store.run import RunStore
 from shardcast.store.store import Store
@@ -48,6 +52,27 @@ class Feed(Protocol):
         ...
 
 
+class Making(Protocol):
+    """Who makes room on a full disk."""
+
+    async def make(self, run: RelayRun, number: int, needed: int) -> bool:
+        """Remove versions until so many bytes are free; say whether they are."""
+        ...
+
+
+class Reporting(Protocol):
+    """Who reads what is on disk again."""
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since everything was read."""
+        ...
+
+    def report(self) -> dict[str, object]:
+        """Return how that stands, for people and tools."""
+        ...
+
+
 class Node:
     """What handlers, feeds and background work share. Used on the event loop.
 
@@ -58,6 +83,10 @@ class Node:
         runs: The runs it knows, by name.
         draining: Whether it is about to stop.
         sources: Where fills come from; None at an origin.
+        room: Makes room on a full disk.
+        scrub: Reads what is on disk again.
+        sending: Blobs that are being sent at the moment.
+        keeper: Whether this process may change the store.
     """
 
     def __init__(
@@ -81,16 +110,24 @@ class Node:
         )
         self.parents = Parents(config, node)
         self.siblings = Siblings(config.siblings, node, clock) if config.siblings else None
-        self.sources = None if config.origin else Sources(config, node, self.parents, self.siblings)
+        self.sources = (
+            None
+            if config.origin
+            else Sources(config, node, self.parents, self.siblings, self.metrics)
+        )
         self.fills = Fills(
             loop,
             self.metrics,
             threads=min(config.limits.fill_threads, self.budget.fills),
             most=config.limits.max_fills,
         )
+        self.keeper = Keeper(store, needed=config.writes, clock=clock)
         self.runs: dict[str, RelayRun] = {}
         self.draining = False
         self.feed: Feed | None = None
+        self.room: Making | None = None
+        self.scrub: Reporting | None = None
+        self.sending = 0
         self.on_run: list[Callable[[RelayRun], None]] = []
         self._discovered = float("-inf")
         self._refreshing: dict[str, asyncio.Task[None]] = {}
@@ -98,7 +135,13 @@ class Node:
     @property
     def depth(self) -> int:
         """How far this relay is from the origin."""
-        return self.parents.depth if self.config.depth is None else self.config.depth()
+        return self.place.depth
+
+    @property
+    def place(self) -> Place:
+        """Where this relay stands in the tree."""
+        place = self.parents.place
+        return place if self.config.depth is None else Place(self.config.depth(), place.path)
 
     # --- runs -----------------------------------------------------------------------------------
 
@@ -106,7 +149,13 @@ class Node:
         """Begin to serve a run; the same object for the same name."""
         run = self.runs.get(store.run)
         if run is None:
-            run = self.runs[store.run] = RelayRun(store, self.clock)
+            # Only beside an origin does another process, its publisher, remove versions.
+            readers = Readers(
+                self.clock,
+                self.config.limits.recent_s,
+                lease=self.config.origin and self.config.depth is None,
+            )
+            run = self.runs[store.run] = RelayRun(store, self.clock, readers)
             run.on_change.append(lambda: self._head_changed(run))
             for hook in self.on_run:
                 hook(run)
@@ -139,11 +188,13 @@ class Node:
         await asyncio.wait([task], timeout=self.config.limits.refresh_wait_s)
 
     async def _refresh(self, run: RelayRun) -> None:
+        # Bounded: while a silent parent is waited for, others could tell the news.
         try:
-            if self.feed is not None:
-                await self.feed.refresh(run)
-        except ShardcastError as error:
-            log.info("run %s: refreshing the head: %s", run.name, error)
+            async with asyncio.timeout(self.config.limits.refresh_wait_s):
+                if self.feed is not None:
+                    await self.feed.refresh(run)
+        except (ShardcastError, TimeoutError) as error:
+            log.info("run %s: refreshing the head: %r", run.name, error)
 
     def _head_changed(self, run: RelayRun) -> None:
         if run.head is not None:
@@ -168,11 +219,14 @@ class Node:
             return fill
         if self.sources is None:
             raise NotFoundError(f"blob {known.digest} of run {run.name!r} is not here")
-        if self.fills.full:
+        if self.fills.full(run.name):
             raise NetworkError(f"{len(self.fills.open())} blobs are on their way already")
         if for_sibling and self.siblings is not None and self.siblings.owner(known.digest):
             raise NetworkError(f"this relay does not own blob {known.digest}")
-        target = target_for(run, known)
+        if isinstance(known, ShardBlob) and not self.keeper.held:
+            target: Target = SpareTarget(run, known)
+        else:
+            target = target_for(run, known)
         route = self.sources.route(
             run.name,
             known.digest,
@@ -181,13 +235,35 @@ class Node:
         )
         return self.fills.start(target, route)
 
+    async def open_here(self, run: RelayRun, known: Known) -> Opened | None:
+        """Open a blob that is on disk, or will be in a moment by what is going on; else None."""
+        opened = run.open_now(known) or await asyncio.to_thread(run.open, known)
+        if opened is None and await self._ready_to_fill(run, known):
+            opened = await asyncio.to_thread(run.open, known)
+        return opened
+
+    async def _ready_to_fill(self, run: RelayRun, known: Known) -> bool:
+        """Wait until a fill can be started that is kept; return whether there was a wait.
+
+        While one relay takes the place of another, both may fill and only one may keep. And a fill
+        that nobody waited for was given up when the relay began to drain.
+        """
+        waited = False
+        while (fill := self.fills.get(run.name, known.digest)) and fill.cancel.cancelled:
+            waited = True
+            await fill.finished()
+        if isinstance(known, ShardBlob) and self.keeper.state is Keeping.WAITING:
+            waited = True
+            await self.keeper.hoped(self.config.limits.take_over_wait_s)
+        return waited
+
     async def ensure(self, run: RelayRun, known: Known) -> None:
         """Bring a blob here if it is not; wait until it is verified.
 
         Raises:
             ShardcastError: If it does not come.
         """
-        opened = run.open_now(known) or await asyncio.to_thread(run.open, known)
+        opened = await self.open_here(run, known)
         if opened is not None:
             opened.close()
             return

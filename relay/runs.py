@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from relay.catalog import Catalog, DataBlob, DocumentBlob, Known, Parsed, ShardBlob, parse_document
+from relay.parents import Place
+from relay.readers import Readers
 from relay.shelf import Shelf
 from shardcast.errors import BusyError, DiskError, MalformedError, ShardcastError
 from shardcast.protocol import trust, wire
@@ -57,25 +59,25 @@ class Opened:
                 self.stored.release_lease()
 
 
-class ToldDepths:
-    """Which depth each relay below heard of last, for one run. Bounded."""
+class ToldPlaces:
+    """Which place in the tree each relay below heard of last, for one run. Bounded."""
 
     MOST: Final = 1024
 
     def __init__(self) -> None:
-        self._depths: dict[str, int] = {}
+        self._places: dict[str, Place] = {}
 
-    def depth(self, child: str | None, now: int) -> int | None:
+    def place(self, child: str | None, now: Place) -> Place | None:
         """Return what a child knows; ``now`` if it was never told; None where that is no relay."""
-        return None if child is None else self._depths.get(child, now)
+        return None if child is None else self._places.get(child, now)
 
-    def tell(self, child: str | None, depth: int) -> None:
+    def tell(self, child: str | None, place: Place) -> None:
         """Note what a child is being told."""
         if child is not None:
-            self._depths.pop(child, None)
-            self._depths[child] = depth
-            if len(self._depths) > self.MOST:
-                del self._depths[next(iter(self._depths))]
+            self._places.pop(child, None)
+            self._places[child] = place
+            if len(self._places) > self.MOST:
+                del self._places[next(iter(self._places))]
 
 
 class RelayRun:
@@ -90,15 +92,24 @@ class RelayRun:
         trust: What is trusted and was seen last.
         stored: Versions on disk, by number.
         used: When a version was last asked for (monotonic).
+        readers: Which versions somebody is fetching.
         problem: Why the run is not followed at the moment, for people.
+        no_room: Why a version cannot come here at the moment, for people.
+        admit: Asked before a version is begun; raises ``DiskFullError`` where it must not.
+        short: Told which version lacks how many bytes of room.
         claims: Extents (version, shard) that somebody writes at the moment. Whoever wants to
             write one claims it first, on the event loop: unverified bytes never land on verified
             ones.
         uploads: Versions that are being uploaded.
-        told: The depths that the relays below know.
+        told: The places in the tree that the relays below were told.
     """
 
-    def __init__(self, store: RunStore, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        store: RunStore,
+        clock: Callable[[], float] = time.monotonic,
+        readers: Readers | None = None,
+    ) -> None:
         self.name = store.run
         self.store = store
         self.shelf = Shelf(store)
@@ -107,12 +118,16 @@ class RelayRun:
         self.trust: TrustState | None = None
         self.stored: dict[int, StoredVersion] = {}
         self.used: dict[int, float] = {}
+        self.readers = readers or Readers(clock)
         self.problem: str | None = None
+        self.no_room: str | None = None
         self.claims: set[tuple[int, int]] = set()
         self.uploads = 0
-        self.told = ToldDepths()
+        self.told = ToldPlaces()
         self.refreshed = float("-inf")
         self.on_change: list[Callable[[], None]] = []
+        self.admit: Callable[[Version], None] = lambda version: None
+        self.short: Callable[[int, int], None] = lambda number, needed: None
         self._clock = clock
         self._waiters: list[asyncio.Future[None]] = []  # for a head
         self._curious: list[asyncio.Future[None]] = []  # for a digest
@@ -130,6 +145,7 @@ class RelayRun:
         """Wait for what runs in the background."""
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.readers.close()
 
     # --- the head -----------------------------------------------------------------------------
 
@@ -140,7 +156,7 @@ class RelayRun:
             return
         etag = wire.head_etag(digest_of(accepted.envelope))
         self.head = ServedHead(accepted.envelope, etag, accepted.head)
-        self.took(self.catalog.set_head(accepted.head))
+        self.took(self.catalog.set_head(accepted.head, self.readers.versions()))
         log.info(
             "run %s: head %d, version %s%s",
             self.name,
@@ -323,9 +339,16 @@ class RelayRun:
         return self.catalog.find(digest)
 
     def touch(self, known: Known) -> None:
-        """Note that a blob was asked for."""
+        """Note that a blob was asked for, or that an answer has just ended."""
         if isinstance(known, ShardBlob):
-            self.used[known.places[0].version] = self._clock()
+            number = known.places[0].version
+            self.used[number] = self._clock()
+            self.readers.saw(number, self.stored.get(number))
+
+    def let_go(self) -> None:
+        """Forget versions that the head dropped and that nobody fetches any more."""
+        fetched = self.readers.versions()
+        self.catalog.forget([n for n in self.catalog.lingering() if n not in fetched])
 
     def open_now(self, known: Known) -> Opened | None:
         """Open a blob if that takes no reading of its bytes; else None."""

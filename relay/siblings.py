@@ -91,6 +91,11 @@ class Siblings:
         live = self.live()
         return live.get(owner_of(digest, [self._node, *live]))
 
+    def is_live(self, url: str) -> bool:
+        """Say whether a sibling answers."""
+        sibling = self._siblings.get(url)
+        return sibling is not None and sibling.live
+
     def suspect(self, url: str) -> None:
         """A request to a sibling failed: leave it alone for a moment."""
         sibling = self._siblings.get(url)
@@ -104,6 +109,8 @@ class Siblings:
             sibling.node = node
         if live != sibling.live:
             log.info("sibling %s is %s", url, "live" if live else "gone")
+            if live:
+                sibling.suspect_until = 0.0
         sibling.live = live
 
     def report(self) -> list[dict[str, object]]:

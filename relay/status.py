@@ -32,7 +32,10 @@ def status_document(node: Node, clients: Clients) -> dict[str, Any]:
     if node.sources is not None:
         for parent in parents:
             parent["bytes_per_s"] = node.sources.rate(str(parent["url"]))
-            parent["banned"] = node.sources.banned(str(parent["url"]))
+    siblings = node.siblings.report() if node.siblings is not None else []
+    for server in (*parents, *siblings):
+        server["bans"] = _bans(node, str(server["url"]))
+        server["banned"] = bool(server["bans"])
     return {
         "software": f"shardcast/{shardcast.__version__}",
         "node": node.identity.node,
@@ -44,8 +47,9 @@ def status_document(node: Node, clients: Clients) -> dict[str, Any]:
         "ready": ready_problem(node) is None,
         "runs": {name: run_document(run) for name, run in sorted(node.runs.items())},
         "parents": parents,
-        "siblings": node.siblings.report() if node.siblings is not None else [],
+        "siblings": siblings,
         "children": clients.report(),
+        "scrub": None if node.scrub is None else node.scrub.report(),
         "connections": node.admission.connections.taken,
         "max_connections": node.admission.connections.most,
         "requests": node.admission.requests.taken,
@@ -63,9 +67,20 @@ def status_document(node: Node, clients: Clients) -> dict[str, Any]:
     }
 
 
+def _bans(node: Node, url: str) -> list[dict[str, Any]]:
+    """Return for which runs a server is left alone, why, and for how long yet."""
+    if node.sources is None:
+        return []
+    now = node.clock()
+    return [
+        {"run": ban.run, "reason": ban.reason, "seconds_left": round(ban.until - now, 1)}
+        for ban in node.sources.bans(url)
+    ]
+
+
 def run_document(run: RelayRun) -> dict[str, Any]:
     """Return how one run stands."""
-    found: dict[str, Any] = {"problem": run.problem, "head": None, "versions": []}
+    found: dict[str, Any] = {"problem": run.problem or run.no_room, "head": None, "versions": []}
     if run.head is None:
         return found
     head = run.head.head

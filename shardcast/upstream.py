@@ -33,12 +33,18 @@ from shardcast.protocol.wire import (
     API_PREFIX,
     DEPTH_HEADER,
     NODE_HEADER,
+    PATH_HEADER,
     head_path,
+    parse_date,
     parse_depth,
     parse_node,
+    parse_path,
     parse_retry_after,
 )
 
+ANSWER_S: Final = 10.0
+"""A head or a list is there or not: no server has to fetch it first, so none needs longer. One that
+vanished without a word is given up this long after its long poll should have ended."""
 EARLY_S: Final = 1.0
 """An unchanged answer this much before the end of the wait means a server that does not wait."""
 
@@ -52,12 +58,16 @@ class HeadAnswer:
         depth: How far the source is from the origin.
         node: Its node id, None for a static server.
         url: Its base URL.
+        path: The nodes between the origin and it, its own last; empty where it tells none.
+        date_s: Its clock when it answered, Unix seconds; None where it does not tell.
     """
 
     envelope: bytes
     depth: int
     node: str | None
     url: str
+    path: tuple[str, ...] = ()
+    date_s: float | None = None
 
 
 class HeadSource(Protocol):
@@ -138,6 +148,8 @@ class Upstream:
             depth=depth,
             node=parse_node(headers.get(NODE_HEADER.lower())),
             url=self.url,
+            path=parse_path(headers.get(PATH_HEADER.lower())),
+            date_s=parse_date(headers.get("date")),
         )
 
     async def runs(self) -> list[str]:
@@ -189,7 +201,7 @@ class Upstream:
                 self._endpoint,
                 path,
                 limit=limit,
-                timeout_s=wait_s + self._config.header_timeout_s,
+                timeout_s=wait_s + min(ANSWER_S, self._config.header_timeout_s),
             )
             if answer.status != 200:
                 raise self._status_error(path, answer.status, answer.headers)
@@ -225,6 +237,7 @@ class UpstreamState:
         node: Its node id, None before or where it has none.
         waits: Whether it holds long polls, None before the first one ended.
         error: Why it is not live.
+        path: The nodes between the origin and it, as it last said.
     """
 
     live: bool = False
@@ -232,6 +245,7 @@ class UpstreamState:
     node: str | None = None
     waits: bool | None = None
     error: ShardcastError | None = None
+    path: tuple[str, ...] = ()
 
 
 OnHead = Callable[[HeadAnswer], Awaitable[int | None]]
@@ -239,7 +253,7 @@ OnHead = Callable[[HeadAnswer], Awaitable[int | None]]
 sequence of the run, from whatever source, or None if this head was refused."""
 
 OnChange = Callable[[str, UpstreamState], None]
-"""Called with URL and state when a source became live or failed (each failure)."""
+"""Called with URL and state when a source became live, moved in the tree or failed (each failure)."""
 
 
 class HeadWatcher:
@@ -287,7 +301,7 @@ class HeadWatcher:
     async def _watch_one(self, source: HeadSource) -> None:
         failures = 0
         while True:
-            asked, depth = self._clock(), self._states[source.url].depth
+            asked, before = self._clock(), self._states[source.url]
             wait_s = self._config.head_wait_s if source.url in self._last else 0
             changed, error = await self._ask(source, wait_s=wait_s)
             if error is not None:
@@ -296,7 +310,9 @@ class HeadWatcher:
                 continue
             failures = 0
             early = self._clock() - asked < wait_s - EARLY_S
-            if early and not changed and self._states[source.url].depth != depth:
+            now = self._states[source.url]
+            moved = (now.depth, now.path) != (before.depth, before.path)
+            if early and not changed and moved:
                 await self._sleep(self._config.backoff_first_s)  # it waits, but had news of itself
                 continue
             if wait_s and not changed:
@@ -327,8 +343,16 @@ class HeadWatcher:
             self._set(url, state, tell=True)
             return False, error
         known = self._states[url]
-        state = replace(known, live=True, depth=answer.depth, node=answer.node, error=None)
-        self._set(url, state, tell=not known.live)
+        state = replace(
+            known,
+            live=True,
+            depth=answer.depth,
+            node=answer.node,
+            path=answer.path,
+            error=None,
+        )
+        moved = (known.depth, known.path) != (state.depth, state.path)
+        self._set(url, state, tell=moved or not known.live)
         if self._last.get(url) == answer.envelope:
             return False, None
         sequence = await self._on_head(answer)

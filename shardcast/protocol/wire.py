@@ -19,7 +19,9 @@ from shardcast.protocol.limits import MAX_DEPTH, MAX_WAIT_SECONDS
 API_PREFIX: Final = "/v1"
 DEPTH_HEADER: Final = "Shardcast-Depth"
 NODE_HEADER: Final = "Shardcast-Node"
+PATH_HEADER: Final = "Shardcast-Path"
 SOURCE_HEADER: Final = "Shardcast-Source"
+_LONGEST_DATE: Final = 64
 SIBLING_HEADER: Final = "Shardcast-Sibling"
 """Set by a relay that asks its sibling: the asker's node id. That one then never asks a sibling."""
 
@@ -189,6 +191,14 @@ def parse_node(header: str | None) -> str | None:
     return header if header is not None and _NODE.match(header) else None
 
 
+def parse_path(header: str | None) -> tuple[str, ...]:
+    """Return the node ids between the origin and a server; empty where it tells none."""
+    if header is None or len(header) > MAX_DEPTH * 66:
+        return ()
+    nodes = tuple(part.strip() for part in header.split(","))
+    return nodes if len(nodes) <= MAX_DEPTH and all(map(_NODE.match, nodes)) else ()
+
+
 def parse_retry_after(header: str | None, now_s: float) -> float | None:
     """Return the seconds that Retry-After asks for, clamped to 0..60; None where unreadable.
 
@@ -199,11 +209,20 @@ def parse_retry_after(header: str | None, now_s: float) -> float | None:
     text = header.strip()
     if _NUMBER.match(text):
         return min(float(text), MAX_RETRY_AFTER_SECONDS)
+    when = parse_date(text)
+    if when is None:
+        return None
+    return min(max(when - now_s, 0.0), MAX_RETRY_AFTER_SECONDS)
+
+
+def parse_date(header: str | None) -> float | None:
+    """Return an HTTP date (RFC 9110 section 5.6.7) in Unix seconds; None where unreadable."""
+    if header is None or len(header) > _LONGEST_DATE:
+        return None
     try:
-        when = parsedate_to_datetime(text)
+        when = parsedate_to_datetime(header)
         if when.tzinfo is None:  # "-0000"; an HTTP date is always in GMT
             when = when.replace(tzinfo=UTC)
-        seconds = when.timestamp() - now_s
+        return when.timestamp()
     except (ValueError, OverflowError, TypeError, IndexError):
         return None
-    return min(max(seconds, 0.0), MAX_RETRY_AFTER_SECONDS)
