@@ -19,6 +19,7 @@ class Kind(enum.StrEnum):
     Attributes:
         KILL: SIGKILL, down for a while, started again.
         RESTART: SIGTERM, awaited, started again.
+        REPLACE: A second process takes a relay's place while it serves (`--take-over`).
         STALL: SIGSTOP, SIGCONT after a while.
         FLIP: One bit of a committed version's file on disk, under the running process.
         DAMAGE: SIGKILL, damage to a file of its directory (a bit, a cut or zeroed end), started again.
@@ -30,6 +31,7 @@ class Kind(enum.StrEnum):
 
     KILL = "kill"
     RESTART = "restart"
+    REPLACE = "replace"
     STALL = "stall"
     FLIP = "flip"
     DAMAGE = "damage"
@@ -67,7 +69,8 @@ class Act:
 
 WEIGHTS: Final[Mapping[Kind, int]] = {
     Kind.KILL: 5,
-    Kind.RESTART: 3,
+    Kind.RESTART: 2,
+    Kind.REPLACE: 2,
     Kind.STALL: 3,
     Kind.FLIP: 2,
     Kind.DAMAGE: 2,
@@ -81,6 +84,7 @@ WEIGHTS: Final[Mapping[Kind, int]] = {
 _LASTING: Final[Mapping[Kind, tuple[float, float]]] = {
     Kind.KILL: (0.0, 4.0),
     Kind.RESTART: (0.0, 1.0),
+    Kind.REPLACE: (0.0, 0.0),
     Kind.STALL: (0.5, 12.0),  # up to a stall that readers give up on, and shorter ones
     Kind.FLIP: (0.0, 0.0),
     Kind.DAMAGE: (0.0, 1.0),
@@ -121,14 +125,16 @@ def plan(
         if not deck:
             deck = [kind for kind in victims for _ in range(WEIGHTS[kind])]
             rng.shuffle(deck)
-        kind = deck.pop()
-        low, high = _LASTING[kind]
-        seconds = min(rng.uniform(low, high), end - now)
-        amount = rng.choice(_ERRORS_S) if kind is Kind.CLOCK else 0.0
-        target = victims[kind].next({name for name, at in free_at.items() if at > now})
-        if target is not None:
-            free_at[target] = now + seconds + _RECOVERY_S
-            acts.append(Act(now, kind, target, seconds, amount, rng.random()))
+        hurt = {name for name, at in free_at.items() if at > now}
+        for position in range(len(deck) - 1, -1, -1):
+            target = victims[deck[position]].next(hurt)
+            if target is not None:
+                kind = deck.pop(position)
+                seconds = min(rng.uniform(*_LASTING[kind]), end - now)
+                amount = rng.choice(_ERRORS_S) if kind is Kind.CLOCK else 0.0
+                acts.append(Act(now, kind, target, seconds, amount, rng.random()))
+                free_at[target] = now + seconds + _RECOVERY_S
+                break
 
 
 class _Rotation:

@@ -212,6 +212,7 @@ class Fleet:
         worker("w04", sources=[slow0])
         worker("w05", sources=[leaf[0], leaf[2]], out=self.disks["w05-disk"].path / "out")
         worker("w06", sources=[leaf[1], url["mid0"]])
+        worker("w06-twin", sources=[leaf[2], url["mid0"]], out=self.root / "w06")
         worker(LATE, sources=leaf)
         worker(RESTLESS, sources=[leaf[0], leaf[2]])
         worker("w09", "--keep", "1", sources=mids)
@@ -262,7 +263,7 @@ class Fleet:
         return self.keys / "0" / "shardcast.pub"
 
     def workers(self) -> list[Member]:
-        """Return the workers."""
+        """Return the workers: twelve directories, and a second process on one of them."""
         return [member for member in self.members.values() if not member.relay]
 
     def relays(self) -> list[Member]:
@@ -271,9 +272,10 @@ class Fleet:
 
     # --- acts -------------------------------------------------------------------------------
 
-    def start(self, member: Member) -> None:
-        """Start a member, again or for the first time."""
-        member.process = self.processes.start(member.argv, name=member.name, env=member.env)
+    def start(self, member: Member, *options: str) -> None:
+        """Start a member, again or for the first time, with further options."""
+        argv = [*member.argv, *options]
+        member.process = self.processes.start(argv, name=member.name, env=member.env)
         member.wanted = True
         member.starts += 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import heapq
 import itertools
 import os
@@ -26,6 +27,16 @@ class _Later:
     do: Callable[[], None] = field(compare=False)
 
 
+@dataclass(frozen=True)
+class _Ending:
+    """A process that is about to end; `pause`: after that, how long until it is started again."""
+
+    member: Member
+    process: Process
+    deadline: float
+    pause: float | None
+
+
 class Harm:
     """Acts when it is time; used from one thread.
 
@@ -43,14 +54,14 @@ class Harm:
         self._tell = tell
         self._order = itertools.count()
         self._later: list[_Later] = []
-        self._ending: list[tuple[Member, Process, float, float]] = []
+        self._ending: list[_Ending] = []
         self._latest = "nothing yet"
         flips.touch()
 
     def schedule(self, acts: Sequence[Act]) -> None:
         """Take a plan."""
         for act in acts:
-            self.at(act.at, lambda act=act: self._perform(act))  # type: ignore[misc]
+            self.at(act.at, functools.partial(self._perform, act))
 
     def at(self, when: float, do: Callable[[], None]) -> None:
         """Do something at a time of the soak."""
@@ -86,6 +97,8 @@ class Harm:
                 self.at(end, lambda: self.start(member))
             case Kind.RESTART:
                 self.restart(self._fleet.members[act.target], act.at, act.seconds)
+            case Kind.REPLACE:
+                self._replace(self._fleet.members[act.target], act.at)
             case Kind.STALL:
                 member = self._fleet.members[act.target]
                 self._fleet.stall(member)
@@ -123,12 +136,18 @@ class Harm:
         member.wanted = False
         self._fleet.resume(member)
         member.process.terminate()
-        self._ending.append((member, member.process, now + _STOP_S, pause))
+        self._ending.append(_Ending(member, member.process, now + _STOP_S, pause))
+
+    def _replace(self, member: Member, now: float) -> None:
+        """Start a second process that takes a relay's place; the first one ends by itself."""
+        assert member.process is not None
+        self._ending.append(_Ending(member, member.process, now + _STOP_S, None))
+        self._fleet.start(member, "--take-over")
 
     def _reap(self, now: float) -> None:
         for entry in list(self._ending):
-            member, process, deadline, pause = entry
-            if process.alive() and now < deadline:
+            member, process = entry.member, entry.process
+            if process.alive() and now < entry.deadline:
                 continue
             self._ending.remove(entry)
             try:
@@ -138,8 +157,10 @@ class Harm:
                 process.kill()
                 status = 0
             if status not in _FINE_EXITS:
-                self.dirty.append(process.describe(f"ended with {status} after SIGTERM"))
-            self.at(now + pause, lambda member=member: self.start(member))  # type: ignore[misc]
+                self.dirty.append(process.describe(f"ended with {status} when it was asked to"))
+            if entry.pause is not None:
+                again = functools.partial(self.start, member)
+                self.at(now + entry.pause, again)
 
     # --- bits -------------------------------------------------------------------------------
 

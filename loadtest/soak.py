@@ -148,6 +148,7 @@ class Soak:
         everyone = [name for name in fleet.members if name not in (LATE, RESTLESS)]
         targets: dict[Kind, Sequence[str]] = {
             **dict.fromkeys(Kind, everyone),
+            Kind.REPLACE: [member.name for member in fleet.relays()],
             Kind.FILL: list(fleet.disks),
             Kind.FREEZE: list(fleet.links),
             Kind.CUT: list(fleet.links),
@@ -230,7 +231,7 @@ class Soak:
             for text in found:
                 self.tell(f"{what}: {text}")
         return [
-            Check("workers_on_the_newest", float(12 - len(behind)), 12.0, "workers", at_least=True),
+            Check("workers_behind", float(len(behind)), 0.0, "workers"),
             Check("wrong_bytes", float(len(seen["wrong"])), 0.0, "files"),
             Check("reads_by_the_observer", float(seen["reads"]), 100.0, "reads", at_least=True),
             Check("held_more_at_rest", float(len(holding)), 0.0, "kinds"),

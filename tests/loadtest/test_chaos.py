@@ -9,6 +9,7 @@ from loadtest.chaos import Kind, Step, lessons, plan
 TARGETS = {
     Kind.KILL: ["origin", "relay", "worker"],
     Kind.RESTART: ["origin", "relay", "worker"],
+    Kind.REPLACE: ["origin", "relay"],
     Kind.STALL: ["origin", "relay", "worker"],
     Kind.FLIP: ["relay", "worker"],
     Kind.DAMAGE: ["relay", "worker"],
