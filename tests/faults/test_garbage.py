@@ -8,10 +8,13 @@ bytes before it were a request of a certain length. Afterwards the origin serves
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import re
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,12 +80,11 @@ class Origin:
         return f"/v1/{RUN}/blobs/{self.shards[number]}.bin".encode()
 
     async def say(self, *pieces: bytes) -> bytes:
-        """Send bytes, end the sending side, and return all that the server says until its end."""
+        """Send bytes, and return all that the server says until it closes."""
         async with Wire(self.url) as wire, asyncio.timeout(BOUND_S):
             try:
                 for piece in pieces:
                     await wire.send(piece)
-                wire.writer.write_eof()
             except (ConnectionError, OSError):
                 pass  # it has closed already; what it said may still be read
             return await wire.rest()
@@ -98,6 +100,21 @@ class Origin:
 @pytest_asyncio.fixture
 async def origin(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> AsyncIterator[Origin]:
     """An origin that takes publications; at the end it is sound and has logged no error."""
+    async with serving(tmp_path, caplog, 10.0) as served:
+        yield served
+
+
+@pytest_asyncio.fixture
+async def hasty(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> AsyncIterator[Origin]:
+    """One that soon loses patience with a request that does not go on."""
+    async with serving(tmp_path, caplog, 0.3) as served:
+        yield served
+
+
+@asynccontextmanager
+async def serving(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, patience_s: float
+) -> AsyncIterator[Origin]:
     store = tmp_path / "store"
     files = {"a.safetensors": noise(SHARD + 77), "config.json": b"{}"}
     await asyncio.to_thread(publish, store, tmp_path / "checkpoint", files)
@@ -111,7 +128,9 @@ async def origin(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> AsyncItera
     settings = config(
         store,
         publish_token_file=tmp_path / "token",
-        limits=limits(header_timeout_s=5.0, idle_timeout_s=5.0, body_timeout_s=3.0),
+        limits=limits(
+            header_timeout_s=patience_s, idle_timeout_s=patience_s, body_timeout_s=patience_s
+        ),
     )
     async with running(settings) as url:
         await wait_head(url)
@@ -205,6 +224,9 @@ MALFORMED = {
     "a chunk that is no number": post(
         "Transfer-Encoding: chunked", body=b"zz\r\nhello\r\n0\r\n\r\n"
     ),
+    "a length in a trailer": post(
+        "Transfer-Encoding: chunked", body=b"5\r\nhello\r\n0\r\nContent-Length: 9\r\n\r\n"
+    ),
     "a chunk below nothing": post("Transfer-Encoding: chunked", body=b"-1\r\nhello\r\n0\r\n\r\n"),
     "a chunk without end": post(
         "Transfer-Encoding: chunked", body=b"f" * 20 + b"\r\nx\r\n0\r\n\r\n"
@@ -255,7 +277,7 @@ ODD = {
         request(
             "GET /healthz HTTP/1.1",
             "Transfer-Encoding: chunked",
-            body=b"5\r\nhello\r\n0\r\nContent-Length: 9\r\n\r\n",
+            body=b"5\r\nhello\r\n0\r\nX: y\r\n\r\n",
         ),
         (200,),
     ),
@@ -311,7 +333,7 @@ ODD = {
     "wait alone": Odd(request(f"GET {HEAD}?wait=25 HTTP/1.1"), (200,)),
     "a semicolon": Odd(request(f"GET {HEAD}?after=1;wait=25 HTTP/1.1"), (400,)),
     "1,500 parameters": Odd(
-        request(f"GET {HEAD}?{'&'.join(f'a{n}' for n in range(1500))} HTTP/1.1"), (200, 400), False
+        request(f"GET {HEAD}?{'&'.join(f'a{n}' for n in range(1500))} HTTP/1.1"), (200,)
     ),
     "TRACE": Odd(request("TRACE /healthz HTTP/1.1"), (405,)),
     "M-SEARCH": Odd(request("M-SEARCH /healthz HTTP/1.1"), (405,)),
@@ -362,7 +384,7 @@ ODD = {
         (400,),
     ),
     "100 headers": Odd(request("GET /healthz HTTP/1.1", *["A: b"] * 100), (200,)),
-    "HTTP/1.0": Odd(request("GET /healthz HTTP/1.0"), (200,), False),
+    "HTTP/1.0, and more behind it": Odd(request("GET /healthz HTTP/1.0"), (200, 400), False),
     "another Connection": Odd(request("GET /healthz HTTP/1.1", "Connection: x, y,,"), (200,)),
     "bytes in a value": Odd(request("GET /healthz HTTP/1.1", "X: \xff\xfe\x80"), (200,)),
 }
@@ -423,7 +445,11 @@ async def test_ranges(origin: Origin, value: str, status: int) -> None:
 
 async def test_two_range_headers_give_the_whole_or_one(origin: Origin) -> None:
     fields = ("Range: bytes=0-0", "Range: bytes=1-1")
-    said = answers(await origin.say(request(f"GET {origin.blob().decode()} HTTP/1.1", *fields)))
+    said = answers(
+        await origin.say(
+            request(f"GET {origin.blob().decode()} HTTP/1.1", *fields, "Connection: close")
+        )
+    )
     assert said[0].status in (200, 206)
     assert int(said[0].headers["content-length"]) in (1, SHARD)
 
@@ -473,12 +499,11 @@ async def test_thousands_of_pipelined_requests_are_read_as_they_are_answered(
     async with Wire(origin.url) as wire:
         wire.writer.transport.set_write_buffer_limits(high=64 * 1024)
         wire.writer.transport.pause_reading()  # type: ignore[attr-defined]
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(2):
-                while sent < 1 << 30:
-                    wire.writer.write(data * 1000)
-                    await wire.writer.drain()
-                    sent += 1000 * len(data)
+        with contextlib.suppress(TimeoutError):
+            while sent < 256 << 20:
+                wire.writer.write(data * 1000)
+                await asyncio.wait_for(wire.writer.drain(), 2)
+                sent += 1000 * len(data)
     assert sent < 64 << 20  # what socket buffers hold
     await origin.sound()
 
@@ -578,9 +603,9 @@ async def test_wrong_tokens(origin: Origin, value: str) -> None:
     assert said[1].body.startswith(SENTINEL_ANSWER)
 
 
-async def test_a_body_over_its_limit_is_not_read(origin: Origin) -> None:
+async def test_a_body_over_its_limit_is_not_read(hasty: Origin) -> None:
     data = post("Content-Length: 1000000000000", body=b"x" * 100_000)
-    said = answers(await origin.say(data))
+    said = answers(await hasty.say(data))
     assert [answer.status for answer in said] == [413]
 
 
@@ -596,8 +621,14 @@ async def test_endless_chunks_are_cut(origin: Origin) -> None:
 
 
 def mutate(rng: random.Random, data: bytes) -> bytes:
-    """One to four small crimes against bytes."""
+    """One or two other letters, so that it stays HTTP; or one to four crimes against bytes."""
     spoiled = bytearray(data)
+    if rng.random() < 0.6:
+        for _ in range(rng.randint(1, 2)):
+            at, letter = rng.randrange(len(spoiled)), rng.randrange(0x21, 0x7F)
+            if spoiled[at] not in b"\r\n ":
+                spoiled[at : at + rng.randint(0, 1)] = bytes([letter])
+        return bytes(spoiled)
     for _ in range(rng.randint(1, 4)):
         at = rng.randrange(len(spoiled) + 1)
         crime = rng.randrange(8)
@@ -630,11 +661,11 @@ def mutate(rng: random.Random, data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_mutated_requests(origin: Origin, seed: int) -> None:
+async def test_mutated_requests(hasty: Origin, seed: int) -> None:
     rng = random.Random(seed)
-    blob = origin.blob().decode()
+    blob = hasty.blob().decode()
     valid = [
-        request(f"GET {blob} HTTP/1.1", "Range: bytes=1-4", f'If-Range: "blake3-{origin.shards[0]}"'),
+        request(f"GET {blob} HTTP/1.1", "Range: bytes=1-4", f'If-Range: "blake3-{hasty.shards[0]}"'),
         request(f"GET {HEAD}?after=1&wait=0 HTTP/1.1", "Shardcast-Node: 0123456789abcdef"),
         request(f"GET {blob} HTTP/1.1", 'If-None-Match: "x"', "Shardcast-Sibling: 0123456789abcdef"),
         request("GET /v1/status HTTP/1.1", "Via: 1.1 a, 1.1 b", "X-Forwarded-For: 192.0.2.1"),
@@ -643,15 +674,17 @@ async def test_mutated_requests(origin: Origin, seed: int) -> None:
         request(f"PUT {BLOB} HTTP/1.1", AUTH.decode().strip(), "Content-Length: 5", body=b"hello"),
         request(f"PUT {HEAD} HTTP/1.1", AUTH.decode().strip(), 'If-Match: "x"', "Content-Length: 2", body=b"{}"),
     ]  # fmt: skip
+    met: Counter[bytes] = Counter()
     pending = [mutate(rng, rng.choice(valid)) for _ in range(250)]
 
     async def send() -> None:
         while pending:
             data = pending.pop()
-            said = await origin.say(data)
+            said = await hasty.say(data + SENTINEL)
             assert b" 500 " not in said.split(b"\r\n", 1)[0], data
             assert b"Traceback" not in said
             statuses = re.findall(rb"HTTP/1\.[01] (\d\d\d) ", said)
+            met.update(statuses)
             assert all(status[:1] in b"24" or status in (b"304", b"100") for status in statuses), (
                 data
             )
@@ -659,11 +692,12 @@ async def test_mutated_requests(origin: Origin, seed: int) -> None:
     async with asyncio.TaskGroup() as group:
         for _ in range(8):
             group.create_task(send())
+    assert {b"200", b"400", b"401", b"404"} <= met.keys()
 
 
 @pytest.mark.parametrize("seed", range(2))
-async def test_random_bytes(origin: Origin, seed: int) -> None:
+async def test_random_bytes(hasty: Origin, seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(60):
-        said = await origin.say(rng.randbytes(rng.randint(1, 3000)))
+        said = await hasty.say(rng.randbytes(rng.randint(1, 3000)))
         assert {answer.status for answer in answers(said)} <= {400}
