@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from typing import Final
 
 from shardcast.errors import ShardcastError
 from shardcast.protocol import manifest as manifests
@@ -27,6 +28,9 @@ class Kind(enum.Enum):
     PART = "part"
     DELTA_PART = "delta part"
 
+
+MOST_LINGERING: Final = 2
+"""So many versions that the head dropped stay for their readers: nobody can pin more of the disk."""
 
 Parsed = Manifest | Layout | Part | DeltaPart
 
@@ -120,6 +124,7 @@ class Catalog:
         self._parsed: dict[str, Parsed] = {}
         self._done: set[str] = set()  # documents whose content is folded into a version, or bad
         self._kinds: dict[str, Kind] = {}
+        self._lingering: set[int] = set()
 
     # --- what changes it ----------------------------------------------------------------------
 
@@ -145,11 +150,22 @@ class Catalog:
                 self._branches[ref.version] = old
             else:
                 self._branches[ref.version] = _Branch(ref)
-        for number, old in before.items():
-            known = old.version is not None and old.version.complete
-            if number in linger and known and number not in head.withdrawn:
-                self._branches.setdefault(number, old)
+        for number in self._staying(before, linger):
+            if number not in head.withdrawn:
+                self._branches.setdefault(number, before[number])
         return self._refresh()
+
+    def _staying(self, before: dict[int, _Branch], linger: Collection[int]) -> list[int]:
+        """Return which versions linger: a few at most, those that do already before others."""
+        possible = [
+            number
+            for number, branch in before.items()
+            if number in linger and branch.version is not None and branch.version.complete
+            if number not in self._branches
+        ]
+        possible.sort(key=lambda number: (number not in self._lingering, -number))
+        self._lingering = set(possible[:MOST_LINGERING])
+        return sorted(self._lingering, reverse=True)
 
     def forget(self, numbers: Collection[int]) -> None:
         """Forget lingering versions. Versions of the head stay."""

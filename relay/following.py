@@ -287,7 +287,7 @@ class ParentFeed:
             return
         if accepted is not None:
             run.trust = self._states[run.name]
-            run.took(run.catalog.set_head(accepted.head))
+            run.took(run.catalog.set_head(accepted.head, run.readers.versions()))
             for number in run.catalog.numbers():
                 await run.load_documents(number)
             await run.attach()

@@ -111,7 +111,7 @@ class OriginFeed:
     async def take(self, run: RelayRun, accepted: Accepted) -> None:
         """Serve an accepted head; its documents are taken in before anyone hears of it."""
         run.trust = accepted.state
-        run.took(run.catalog.set_head(accepted.head))
+        run.took(run.catalog.set_head(accepted.head, run.readers.versions()))
         await self._documents(run)
         run.serve(accepted)
 

@@ -89,6 +89,7 @@ class Retention:
 
     async def apply(self, run: RelayRun) -> None:
         """Evict what one run does not need."""
+        run.let_go()
         held, staged = await asyncio.to_thread(held_versions, run)
         evict = choose(self._node, run, held, staged)
         sequence = run.head.sequence if run.head is not None else 0

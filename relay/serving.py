@@ -46,16 +46,20 @@ class BlobServer:
         unchanged = respond.unchanged_answer(request, digest)
         if unchanged is not None:
             return unchanged
-        opened = run.open_now(known) or await asyncio.to_thread(run.open, known)
+        opened = await node.open_here(run, known)
         if opened is not None:
             try:
                 return await self._from_disk(request, digest, opened, wire.SOURCE_DISK, common)
             finally:
                 opened.close()
+                run.touch(known)
         if request.method == "HEAD" and isinstance(known, (ShardBlob, DataBlob)) and node.sources:
             response = respond.blob_response(digest, wire.SOURCE_FILL, known.length, None)
-            return await _start(request, response, common)
-        return await self._by_fill(request, run, known, for_sibling, common)
+            return await self._start(request, response, common)
+        try:
+            return await self._by_fill(request, run, known, for_sibling, common)
+        finally:
+            run.touch(known)
 
     async def _from_disk(
         self,
@@ -70,12 +74,21 @@ class BlobServer:
         except UnsatisfiableRangeError as error:
             return respond.unsatisfiable_answer(error, opened.length)
         response = respond.blob_response(digest, source, opened.length, part)
-        await _start(request, response, common)
+        await self._start(request, response, common)
         if request.method == "HEAD":
             return response
         offset, count = (0, opened.length) if part is None else (part.start, part.length)
         pace = self._pace(request)
         await self._send(request, response, opened.fd, opened.offset + offset, count, source, pace)
+        return response
+
+    async def _start(
+        self, request: web.BaseRequest, response: web.StreamResponse, common: dict[str, str]
+    ) -> web.StreamResponse:
+        response.headers.update(common)
+        if self._node.draining:
+            response.force_close()
+        await response.prepare(request)
         return response
 
     async def _send(
@@ -89,6 +102,7 @@ class BlobServer:
         pace: Stream | None,
     ) -> None:
         """Send bytes, or cut the connection."""
+        self._node.sending += 1
         try:
             await respond.send_file(request, fd, offset, count, pace)
         except AbortedResponseError:
@@ -98,6 +112,8 @@ class BlobServer:
             response.force_close()
             respond.abort(request)
             raise
+        finally:
+            self._node.sending -= 1
         self._node.metrics.sent.labels(source=source).inc(count)
 
     def _pace(self, request: web.BaseRequest) -> Stream | None:
@@ -124,6 +140,8 @@ class BlobServer:
             fill = self._node.fill(run, known, for_sibling=for_sibling)
         except NotFoundError as error:
             return respond.error_answer(404, "not_found", error.message)
+        except DiskFullError as error:
+            return respond.busy_answer(f"no room for blob {digest}: {error.message}", 5)
         except ShardcastError as error:
             return respond.busy_answer(error.message)
         with fill.reading():
@@ -150,7 +168,7 @@ class BlobServer:
         assert fill.total is not None
         total, generation = fill.total, fill.generation
         response = respond.blob_response(fill.target.digest, wire.SOURCE_FILL, total, None)
-        await _start(request, response, common)
+        await self._start(request, response, common)
         position, pace = 0, self._pace(request)
         while position < total:
             mark = fill.mark
@@ -186,11 +204,3 @@ def _failed(digest: str, fill: Fill) -> web.Response:
         return respond.busy_answer(f"no parent has blob {digest} yet")
     text = error.message if isinstance(error, NetworkError) else str(error)
     return respond.busy_answer(f"blob {digest} did not come: {text}")
-
-
-async def _start(
-    request: web.BaseRequest, response: web.StreamResponse, common: dict[str, str]
-) -> web.StreamResponse:
-    response.headers.update(common)
-    await response.prepare(request)
-    return response

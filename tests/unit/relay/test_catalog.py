@@ -88,6 +88,21 @@ def test_a_version_that_lingers_is_served_last_and_not_listed() -> None:
     assert isinstance(catalog.find(new.ref.manifest), DocumentBlob)
 
 
+def test_few_versions_linger_and_those_that_do_are_not_displaced() -> None:
+    versions = [make_version(n, {"a": noise(SHARD, n)}) for n in range(1, 6)]
+    catalog = Catalog(RUN)
+    catalog.set_head(head_of(*versions))
+    for version in versions:
+        learn_all(catalog, version)
+    everything = {1, 2, 3, 4, 5}
+    catalog.set_head(head_of(*versions[1:]), linger=everything)
+    assert catalog.lingering() == [1]
+    catalog.set_head(head_of(versions[4]), linger=everything)
+    assert catalog.lingering() == [4, 1]
+    catalog.set_head(head_of(versions[4]), linger={2, 3, 4})
+    assert catalog.lingering() == [4]
+
+
 def test_what_was_withdrawn_or_is_not_known_whole_does_not_linger() -> None:
     old, half, new = make_version(1), make_version(2), make_version(3)
     catalog = Catalog(RUN)
