@@ -30,7 +30,7 @@ from loadtest.trainer import Trainer, wait_until
 from loadtest.vitals import Vitals, grown, growth_bytes, leftovers, resident_bytes, vitals
 
 NAME: Final = "soak"
-SECONDS: Final = 180.0
+SECONDS: Final = 120.0
 SIZE: Final = 6 * MB
 SEED: Final = 1
 
