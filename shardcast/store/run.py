@@ -51,6 +51,8 @@ _NUMBER: Final = re.compile(r"^[0-9]{6,16}\Z", re.ASCII)
 _VERSION_STATE: Final = re.compile(r"^([0-9]{6,16})\.(?:json|shards)\Z", re.ASCII)
 _TRASH: Final = ".trash."
 _STALE_SECONDS: Final = 3600.0
+_STALE_PAST_SECONDS: Final = 60.0
+"""Nobody publishes a number below a committed one; an upload may be about to describe it."""
 _unique = itertools.count()
 
 
@@ -382,7 +384,7 @@ class RunStore:
         """Remove what crashed processes left: trash, and temporary files that nobody writes.
 
         Also the state of versions that are gone, and what was staged an hour ago by a publisher
-        that died before it knew what it publishes.
+        that died before it knew what it publishes, or a minute ago for a number that is history.
         """
         remove_tree(self.root / "state" / "trash")
         for directory in (self.root / "versions", self.root / "state" / "staging"):
@@ -438,7 +440,8 @@ class RunStore:
             modified = self.staging_directory(number).stat().st_mtime
         except OSError:
             return False
-        return time.time() - modified > _STALE_SECONDS
+        past = number < max(self.committed(), default=0)
+        return time.time() - modified > (_STALE_PAST_SECONDS if past else _STALE_SECONDS)
 
     def _state_path(self, number: int) -> Path:
         return self.root / "state" / f"{number:06d}.json"

@@ -345,11 +345,17 @@ class StoredVersion:
         """Take a lease; every one must be given back with ``release_lease``.
 
         Raises:
-            BusyError: If the version is being evicted at this moment.
+            BusyError: If the version is being evicted at this moment, or is gone already.
+            DiskError: If the system refuses.
         """
         with self._lock:
             if self._leases == 0:
-                fd = self._handle.acquire()
+                try:
+                    fd = self._handle.acquire()
+                except OSError as error:
+                    if error.errno in (errno.EBADF, errno.ENOENT):
+                        raise BusyError("the version was evicted", source=self._name) from error
+                    raise disk_error(error, self.directory, "opening") from error
                 if not try_lock(fd, exclusive=False):
                     self._handle.release()
                     raise BusyError("the version is being evicted", source=self._name)
