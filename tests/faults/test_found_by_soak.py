@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from shardcast.errors import BusyError
 from shardcast.store.abandoned import create_temporary
 from shardcast.store.run import RunStore
 from tests.contract.made import SHARD, noise, publish
@@ -44,8 +45,8 @@ async def test_an_origin_lets_go_of_versions_that_its_publisher_removed(tmp_path
 
 
 def old(path: Path) -> Path:
-    """Makes a file look as if nobody had touched it for a minute."""
-    past = time.time() - 60
+    """Makes a file look as if nobody had touched it for a while."""
+    past = time.time() - 100
     os.utime(path, (past, past), follow_symlinks=False)
     return path
 
@@ -94,3 +95,38 @@ def test_a_clock_that_is_wrong_by_a_day_makes_no_file_in_use_a_leftover(tmp_path
         assert path.exists()
     finally:
         os.close(fd)
+
+
+@pytest.mark.fault(16)
+def test_a_version_that_was_evicted_meanwhile_is_busy_and_never_a_raw_error(
+    tmp_path: Path,
+) -> None:
+    """Prefetching copies from older versions, and one of them may just have made room."""
+    publish(tmp_path / "store", tmp_path / "1", {"model.safetensors": noise(SHARD, 1)})
+    here, elsewhere = (RunStore(tmp_path / "store" / RUN, RUN) for _ in range(2))
+    for evictor in (here, elsewhere):
+        publish(tmp_path / "store", tmp_path / "2", {"model.safetensors": noise(SHARD, 2)})
+        number = min(here.committed())
+        stored = here.stored(number)
+        assert stored is not None
+        assert evictor.evict(number)
+        here.forget_gone()
+        with pytest.raises(BusyError, match="evicted"):
+            stored.acquire_lease()
+    here.close()
+    elsewhere.close()
+
+
+@pytest.mark.fault(15)
+def test_staging_that_was_never_described_goes_once_its_number_is_history(tmp_path: Path) -> None:
+    """A full disk leaves the directory and no description, and it used to lie there for an hour."""
+    publish(tmp_path / "store", tmp_path / "1", {"model.safetensors": noise(SHARD, 1)})
+    publish(tmp_path / "store", tmp_path / "2", {"model.safetensors": noise(SHARD, 2)})
+    store = RunStore(tmp_path / "store" / RUN, RUN)
+    store.evict(1)
+    for number in (1, 3):
+        store.staging_directory(number).mkdir(parents=True)
+        old(store.staging_directory(number))
+    store.clean_leftovers()
+    assert store.staged() == [3]
+    store.close()
