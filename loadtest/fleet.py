@@ -206,7 +206,7 @@ class Fleet:
         leaf = [url[f"leaf{n}"] for n in range(3)]
         worker = self._worker
         worker("w00", "--serve", url["w00"].removeprefix("http://"), sources=[leaf[0], leaf[1]])
-        worker("w01", "--serve", url["w01"].removeprefix("http://"), sources=[leaf[1], leaf[2]])
+        worker("w01", "--serve", url["w01"].removeprefix("http://"), sources=[leaf[1]])
         worker("w02", sources=[url["w00"], leaf[0]])
         worker("w03", "--durability", "sync", sources=[url["w01"], url["w00"]])
         worker("w04", sources=[slow0])
