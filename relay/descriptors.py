@@ -23,7 +23,8 @@ class Budget:
 
     Attributes:
         descriptors: How many there are.
-        polls: Connections to parents for heads, over all runs.
+        polls: Connections to parents and siblings for heads, over all runs; half of them may be
+            held there.
         fills: Blobs fetched at once from parents; as many again from siblings.
         connections: Clients' connections; each takes one, and one more while a blob is sent.
         refused: Connections over that number that are told so.
@@ -38,9 +39,15 @@ class Budget:
 
 def share_out(descriptors: int) -> Budget:
     """Share descriptors out; an eighth is for directories (``shardcast.store.descriptors``). Pure."""
-    polls = max(4, descriptors // 8)
+    polls = max(4, descriptors // 12)
     fills = max(2, descriptors // 32)
-    left = descriptors - _BASE - max(8, descriptors // 8) - polls - 2 * _PER_FILL * min(fills, 16)
+    left = (
+        descriptors
+        - _BASE
+        - max(8, descriptors // 8)
+        - polls * 3 // 2
+        - 2 * _PER_FILL * min(fills, 16)
+    )
     refused = max(2, left // 8)
     return Budget(descriptors, polls, fills, max(16, (left - refused) // 2), refused)
 
@@ -51,8 +58,8 @@ def budget() -> Budget:
     found = share_out(1 << 20 if soft == resource.RLIM_INFINITY else min(soft, 1 << 20))
     if found.descriptors < _FEW:
         log.warning(
-            "only %d file descriptors: at most %d connections of clients, and %d runs followed "
-            "without delay; raise the limit (ulimit -n, LimitNOFILE=) for more",
+            "only %d file descriptors: at most %d connections of clients, and heads of at most %d "
+            "runs without delay; raise the limit (ulimit -n, LimitNOFILE=) for more",
             found.descriptors,
             found.connections,
             found.polls // 2,

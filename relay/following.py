@@ -28,7 +28,14 @@ from shardcast.protocol.documents import check_run
 from shardcast.protocol.trust import Accepted, TrustState
 from shardcast.protocol.wire import NODE_HEADER
 from shardcast.store.run import RunStore
-from shardcast.upstream import HeadAnswer, HeadWatcher, Upstream, UpstreamState, open_session
+from shardcast.upstream import (
+    HeadAnswer,
+    HeadWatcher,
+    Upstream,
+    UpstreamState,
+    WaitSlots,
+    open_session,
+)
 
 log = logging.getLogger("relay.following")
 
@@ -73,6 +80,7 @@ class ParentFeed:
         self._node = node
         self._upstreams: list[Upstream] = []
         self._group: asyncio.TaskGroup | None = None
+        self._slots: WaitSlots | None = None
         self._told: set[str] = set()
         self._states: dict[str, TrustState] = {}
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -94,7 +102,12 @@ class ParentFeed:
         """Follow until cancelled."""
         config, node = self._node.config, self._node
         me = {NODE_HEADER: node.identity.node}
-        async with open_session(config.net, me) as session, asyncio.TaskGroup() as group:
+        polls = node.budget.polls // max(1, len(config.parents) + len(config.siblings))
+        self._slots = WaitSlots(max(1, polls // 2))
+        async with (
+            open_session(config.net, me, most=max(2, polls)) as session,
+            asyncio.TaskGroup() as group,
+        ):
             self._group = group
             self._discovering = None
             self._upstreams = [Upstream(url, session, config.net) for url in node.parents.urls]
@@ -240,7 +253,12 @@ class ParentFeed:
             self._on_change(run, url, state)
 
         watcher = HeadWatcher(
-            run.name, self._upstreams, node.config.net, on_head, on_change=on_change
+            run.name,
+            self._upstreams,
+            node.config.net,
+            on_head,
+            on_change=on_change,
+            slots=self._slots,
         )
         node.parents.watchers[run.name] = watcher
         group.create_task(self._watch_forever(run, watcher))

@@ -46,14 +46,36 @@ async def expect_body(request: web.BaseRequest) -> None:
             transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
 
-async def _next(request: web.BaseRequest, limits: Limits) -> bytes:
-    try:
-        async with asyncio.timeout(limits.body_timeout_s):
-            return await request.content.readany()
-    except TimeoutError:
-        raise BodyError(408, f"no byte of the body within {limits.body_timeout_s:g} s") from None
-    except web.RequestPayloadError as error:
-        raise BodyError(400, "the body is malformed") from error
+class Body:
+    """A request's body, in the pieces in which it comes; it must keep coming."""
+
+    def __init__(self, request: web.BaseRequest, limits: Limits) -> None:
+        self._content = request.content
+        self._limits = limits
+        self._clock = asyncio.get_running_loop().time
+        self._begun = self._clock()
+        self._came = 0
+
+    async def next(self) -> bytes:
+        """Return the next piece; empty at its end.
+
+        Raises:
+            BodyError: 408 after ``body_timeout_s`` of silence, or of less than
+                ``body_rate_bytes_per_s``; 400 if it is malformed.
+        """
+        limits, now = self._limits, self._clock()
+        late = self._begun + limits.body_timeout_s + self._came / limits.body_rate_bytes_per_s
+        try:
+            async with asyncio.timeout(min(limits.body_timeout_s, max(0.0, late - now))):
+                piece = await self._content.readany()
+        except TimeoutError:
+            raise BodyError(
+                408, f"{self._came} bytes of the body came in {self._clock() - self._begun:.0f} s"
+            ) from None
+        except web.RequestPayloadError as error:
+            raise BodyError(400, "the body is malformed") from error
+        self._came += len(piece)
+        return piece
 
 
 @overload
@@ -79,10 +101,10 @@ async def read_body(
     if (request.content_length or 0) > most:
         raise BodyError(413, f"the body has more than {most} bytes")
     await expect_body(request)
-    body = bytearray()
-    while piece := await _next(request, limits):
+    body, source = bytearray(), Body(request, limits)
+    while piece := await source.next():
         if first and not body and piece[0] not in first:
-            await _skip_rest(request, most, limits)
+            await _skip_rest(source, most)
             return None
         body += piece
         if len(body) > most:
@@ -96,12 +118,12 @@ async def skip_body(request: web.BaseRequest, most: int, limits: Limits) -> None
     A client that asks before it sends is answered without.
     """
     if (request.content_length or 0) <= most and "Expect" not in request.headers:
-        await _skip_rest(request, most, limits)
+        await _skip_rest(Body(request, limits), most)
 
 
-async def _skip_rest(request: web.BaseRequest, most: int, limits: Limits) -> None:
+async def _skip_rest(body: Body, most: int) -> None:
     left = most
-    while left >= 0 and (piece := await _next(request, limits)):
+    while left >= 0 and (piece := await body.next()):
         left -= len(piece)
 
 
@@ -140,11 +162,11 @@ class FileReceiver:
             DiskError: If they cannot be written.
         """
         await expect_body(request)
-        done = 0
+        body, done = Body(request, limits), 0
         batch: list[bytes] = []
         size = 0
         while True:
-            piece = await _next(request, limits)
+            piece = await body.next()
             batch.append(piece)
             size += len(piece)
             if done + size > length:

@@ -57,6 +57,8 @@ class HttpSession:
         config: NetConfig,
         headers: Mapping[str, str] | None = None,
         tls: ssl.SSLContext | None = None,
+        *,
+        most: int | None = None,
     ) -> None:
         """Connect to nothing yet.
 
@@ -64,14 +66,20 @@ class HttpSession:
             config: Timeouts.
             headers: Sent with every request.
             tls: For https; None means the system's certificates.
+            most: Connections to one server that may be used at once, further requests wait, and
+                half as many that may lie idle. None: any number.
         """
         self._config = config
+        self._most = most
+        self._turns: dict[str, asyncio.Semaphore] = {}
         self._headers = dict(headers or {})
         self._tls = tls
         self._idle: dict[str, list[_Line]] = {}
 
     async def get(self, endpoint: Endpoint, path: str, *, limit: int, timeout_s: float) -> Answer:
         """Get ``path`` (below the endpoint's prefix). Cancellation closes the connection.
+
+        Where connections are bounded, it may have to wait for one that becomes free.
 
         Args:
             endpoint: The server.
@@ -84,6 +92,13 @@ class HttpSession:
             NetworkError: If the server cannot be reached or does not answer properly.
             LimitError: If the body is over its limit.
         """
+        if self._most is None:
+            return await self._get(endpoint, path, limit, timeout_s)
+        # By server: one that does not answer must not hold up the others.
+        async with self._turns.setdefault(endpoint.url, asyncio.Semaphore(self._most)):
+            return await self._get(endpoint, path, limit, timeout_s)
+
+    async def _get(self, endpoint: Endpoint, path: str, limit: int, timeout_s: float) -> Answer:
         while True:
             line = self._take(endpoint) or await self._connect(endpoint)
             done = False
@@ -167,9 +182,10 @@ class HttpSession:
         return None
 
     def _put(self, endpoint: Endpoint, line: _Line, *, keep: bool) -> None:
-        if keep:
+        idle = self._idle.setdefault(endpoint.url, [])
+        if keep and (self._most is None or len(idle) < max(1, self._most // 2)):
             line.idle_since = time.monotonic()
-            self._idle.setdefault(endpoint.url, []).append(line)
+            idle.append(line)
         else:
             line.writer.transport.abort()
 

@@ -11,8 +11,9 @@ import asyncio
 import random
 import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
@@ -88,6 +89,8 @@ async def open_session(
     config: NetConfig,
     headers: Mapping[str, str] | None = None,
     tls: ssl.SSLContext | None = None,
+    *,
+    most: int | None = None,
 ) -> AsyncIterator[HttpSession]:
     """Yield an HTTP client as ``Upstream`` needs it, closed afterwards.
 
@@ -95,6 +98,7 @@ async def open_session(
         config: Timeouts.
         headers: Sent with every request.
         tls: For https; None means the system's certificates.
+        most: Connections to one server at once; None: any number.
     """
     sent = {
         "User-Agent": f"shardcast/{shardcast.__version__}",
@@ -102,7 +106,7 @@ async def open_session(
         "Accept-Encoding": "identity",
         **(headers or {}),
     }
-    session = HttpSession(config, sent, tls)
+    session = HttpSession(config, sent, tls, most=most)
     try:
         yield session
     finally:
@@ -256,10 +260,32 @@ OnChange = Callable[[str, UpstreamState], None]
 """Called with URL and state when a source became live, moved in the tree or failed (each failure)."""
 
 
+class WaitSlots:
+    """How many watchers may let a source hold their request: each takes a connection for long.
+
+    A watcher without a slot asks again and again (every ``head_poll_s``).
+    """
+
+    def __init__(self, most_per_source: int) -> None:
+        self._most = most_per_source
+        self._taken: Counter[str] = Counter()
+
+    def take(self, url: str) -> bool:
+        """Take a slot at a source; False if there is none."""
+        if self._taken[url] >= self._most:
+            return False
+        self._taken[url] += 1
+        return True
+
+    def give_back(self, url: str) -> None:
+        """Give a slot back."""
+        self._taken[url] -= 1
+
+
 class HeadWatcher:
     """Keeps asking several sources for one run's head until ``watch`` is cancelled."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - clock, chance and sleep are for tests
         self,
         run: str,
         sources: Sequence[HeadSource],
@@ -267,6 +293,7 @@ class HeadWatcher:
         on_head: OnHead,
         *,
         on_change: OnChange | None = None,
+        slots: WaitSlots | None = None,
         rng: random.Random | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
@@ -276,6 +303,7 @@ class HeadWatcher:
         self._config = config
         self._on_head = on_head
         self._on_change = on_change
+        self._slots = slots
         self._rng = rng or random.Random()  # noqa: S311 - spreads load, keeps no secret
         self._clock = clock
         self._sleep = sleep
@@ -302,13 +330,19 @@ class HeadWatcher:
         failures = 0
         while True:
             asked, before = self._clock(), self._states[source.url]
-            wait_s = self._config.head_wait_s if source.url in self._last else 0
-            changed, error = await self._ask(source, wait_s=wait_s)
+            known = source.url in self._last
+            with self._slot(source.url, wanted=known) as held:
+                wait_s = self._config.head_wait_s if held else 0
+                changed, error = await self._ask(source, wait_s=wait_s)
             if error is not None:
                 failures += 1
                 await self._sleep(self._backoff(failures, error))
                 continue
             failures = 0
+            if known and not held:
+                if not changed:
+                    await self._pause()
+                continue
             early = self._clock() - asked < wait_s - EARLY_S
             now = self._states[source.url]
             moved = (now.depth, now.path) != (before.depth, before.path)
@@ -318,7 +352,24 @@ class HeadWatcher:
             if wait_s and not changed:
                 self._set(source.url, replace(self._states[source.url], waits=not early))
             if early and not changed:
-                await self._sleep(self._config.head_poll_s * self._rng.uniform(0.9, 1.1))
+                await self._pause()
+
+    async def _pause(self) -> None:
+        """Wait until a source that does not hold requests is asked again."""
+        await self._sleep(self._config.head_poll_s * self._rng.uniform(0.9, 1.1))
+
+    @contextmanager
+    def _slot(self, url: str, *, wanted: bool) -> Iterator[bool]:
+        """Hold a slot while the block runs, if one is wanted and to be had."""
+        if not wanted or self._slots is None:
+            yield wanted
+            return
+        held = self._slots.take(url)
+        try:
+            yield held
+        finally:
+            if held:
+                self._slots.give_back(url)
 
     def _backoff(self, failures: int, error: ShardcastError) -> float:
         config = self._config

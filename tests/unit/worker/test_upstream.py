@@ -19,7 +19,14 @@ from shardcast.errors import (
     SourceStatusError,
     StallError,
 )
-from shardcast.upstream import HeadAnswer, HeadWatcher, Upstream, UpstreamState, open_session
+from shardcast.upstream import (
+    HeadAnswer,
+    HeadWatcher,
+    Upstream,
+    UpstreamState,
+    WaitSlots,
+    open_session,
+)
 from tests.fakes import (
     Action,
     Close,
@@ -283,7 +290,9 @@ class FakeClock:
 class Watch:
     """A watcher over fake sources, and what it handed on."""
 
-    def __init__(self, clock: FakeClock, *sources: FakeSource) -> None:
+    def __init__(
+        self, clock: FakeClock, *sources: FakeSource, slots: WaitSlots | None = None
+    ) -> None:
         self.heads: list[tuple[float, str, bytes]] = []
         self.changes: list[tuple[str, UpstreamState]] = []
         self.refuse: set[str] = set()
@@ -294,6 +303,7 @@ class Watch:
             with_config(head_wait_s=25, head_poll_s=2.0, backoff_first_s=0.25, backoff_cap_s=10.0),
             self._on_head,
             on_change=lambda url, state: self.changes.append((url, state)),
+            slots=slots,
             rng=random.Random(1),
             clock=clock,
             sleep=clock.sleep,
@@ -436,3 +446,71 @@ async def test_refresh_asks_everyone_now() -> None:
     await watch.watcher.refresh()
     assert [after for _, after in a.asked] == [None, None]
     assert len(watch.heads) == 2
+
+
+async def test_of_many_watchers_some_wait_and_the_others_poll() -> None:
+    """Each request that waits takes a connection: with few descriptors not every run has one."""
+    clock, slots = FakeClock(), WaitSlots(2)
+    sources = [FakeSource("a", clock, 1) for _ in range(5)]
+    watches = [Watch(clock, source, slots=slots) for source in sources]
+    tasks = [asyncio.ensure_future(watch.watcher.watch()) for watch in watches]
+    await clock.run_until(20)
+    waiting = [source for source in sources if len(source.asked) == 2]
+    polling = [source for source in sources if source not in waiting]
+    assert len(waiting) == 2
+    for source in polling:
+        assert all(1.7 < b - a < 2.3 for (a, _), (b, _) in pairwise(source.asked[1:]))
+        assert all(after is None for _, after in source.asked)
+        source.sequence = 2
+    await clock.run_until(22.5)
+    assert all(
+        watch.heads[-1][2] == b"2"
+        for watch, s in zip(watches, sources, strict=True)
+        if s in polling
+    )
+    tasks[sources.index(waiting[0])].cancel()  # its slot becomes free
+    await clock.run_until(30)
+    assert sum(source.asked[-1][1] is not None for source in polling) == 1
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(slots.take("a") for _ in range(2))
+
+
+async def test_connections_to_a_server_are_bounded_and_reused() -> None:
+    opened = here = peak = 0
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal opened, here, peak
+        opened += 1
+        here += 1
+        peak = max(peak, here)
+        while True:
+            try:
+                await reader.readuntil(b"\r\n\r\n")
+            except (asyncio.IncompleteReadError, ConnectionError):
+                here -= 1
+                writer.close()
+                return
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with open_session(QUICK, most=4) as session:
+        upstreams = [Upstream(url, session, QUICK) for _ in range(40)]
+        answers = await asyncio.gather(*(upstream.status() for upstream in upstreams))
+        assert answers == [{}] * 40
+        assert peak <= 4 + 2  # in use, and idle ones whose end the server hears of a moment later
+        before = opened
+        await upstreams[0].status()
+        assert opened == before
+        with Unaccepting() as dead:  # it holds up nobody else
+            hopeless = asyncio.gather(
+                *(Upstream(dead.url, session, QUICK).status() for _ in range(10)),
+                return_exceptions=True,
+            )
+            assert await upstreams[0].status() == {}
+            hopeless.cancel()
+            await asyncio.gather(hopeless, return_exceptions=True)
+    server.close()
+    await server.wait_closed()
