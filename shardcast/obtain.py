@@ -28,7 +28,7 @@ from shardcast.protocol.layout import Extent
 from shardcast.protocol.limits import MAX_SHARD_BYTES
 from shardcast.protocol.manifest import Version
 from shardcast.protocol.plan import FileReuse, Holding, Plan, ShardCopy, plan_version
-from shardcast.pulling import ExtentSink, FetchPool
+from shardcast.pulling import AsideSink, ExtentSink, FetchPool
 from shardcast.store.files import COPY_CHUNK_BYTES, disk_errors, read_into, write_all
 from shardcast.store.run import RunStore
 from shardcast.store.stored import ShardState, StoredVersion
@@ -85,7 +85,7 @@ class Obtainer:
             damaged: Called when local bytes turn out bad.
             threads: For local work; None means all cores.
         """
-        self._store = store
+        self.store = store
         self._open_pool = open_pool
         self._cancel = cancel
         self.tally = tally or Tally()
@@ -141,8 +141,8 @@ class Obtainer:
     def _lease_sources(self, target: int) -> list[StoredVersion]:
         """Return the other versions on disk, leased, the best sources first."""
         found: list[StoredVersion] = []
-        for number in [*self._store.committed(), *self._store.staged()]:
-            stored = self._store.stored(number) if number != target else None
+        for number in [*self.store.committed(), *self.store.staged()]:
+            stored = self.store.stored(number) if number != target else None
             if stored is not None:
                 with suppress(BusyError):
                     stored.acquire_lease()
@@ -157,7 +157,7 @@ class Obtainer:
         Returns:
             The version, and whether it was here before.
         """
-        store, number = self._store, version.number
+        store, number = self.store, version.number
         here = store.stored(number)
         lost = (store.version_directory(number), store.staging_directory(number))
         if here is None and any(directory.is_dir() for directory in lost):
@@ -170,14 +170,19 @@ class Obtainer:
         stored = store.stage(version, files=False)
         if not stored.committed:
             self._recycle(version, stored.directory)
+        elif stored.damaged is not None:
+            error = IntegrityError(stored.damaged, source=str(stored.directory))
+            self._damaged(Damage(number, str(stored.directory), error))
         self._with_room(version, stored.directory, sources)
+        if stored.committed:
+            stored.restore_files()
         return stored, True
 
     def _stage_anew(self, version: Version, sources: list[StoredVersion]) -> StoredVersion:
         """Stage the version; files that a committed version has become hard links to them."""
-        directory = self._store.staging_directory(version.number)
+        directory = self.store.staging_directory(version.number)
         if directory.exists():
-            self._store.evict(version.number)
+            self.store.evict(version.number)
         committed = {s.version.number: s for s in sources if s.committed}
         holdings = [_holding(source) for source in committed.values()]
         for reuse in plan_version(version, (), holdings).files:
@@ -189,11 +194,11 @@ class Obtainer:
                 os.link(source.directory / reuse.source_path, target, follow_symlinks=False)
         self._recycle(version, directory)
         self._with_room(version, directory, sources)
-        return self._store.stage(version, files=False)
+        return self.store.stage(version, files=False)
 
     def _recycle(self, version: Version, directory: Path) -> None:
         """Overwrite files of an evicted version instead of making new ones, where that is safe."""
-        self._store.spares.claim(directory, {e.path: e.bytes for e in version.layout.files})
+        self.store.spares.claim(directory, {e.path: e.bytes for e in version.layout.files})
 
     def _with_room(self, version: Version, directory: Path, sources: list[StoredVersion]) -> None:
         """Make the files; where there is no room, give up other unfinished versions for it."""
@@ -206,14 +211,14 @@ class Obtainer:
             for source in others:
                 sources.remove(source)
                 source.release_lease()
-                self._store.evict(source.version.number)
+                self.store.evict(source.version.number)
             make_files(version, directory)
 
     def _confirm(self, stored: StoredVersion) -> None:
         """Look at what the journal of an earlier process says is there.
 
-        Where there is no journal but files have bytes, they are hashed against the signed
-        digests: that is faster than any network.
+        Where it says nothing of a committed version's shard, or nothing at all, but files have
+        bytes, they are hashed against the signed digests: that is faster than any network.
         """
         layout, digests = stored.version.layout, stored.version.digests
         present = stored.present()
@@ -231,8 +236,8 @@ class Obtainer:
 
         if not stored.committed:
             self._all(confirm, shards)
-        if not present and layout.total_bytes and _written(stored):
-            self._all(salvage, range(layout.shard_count))
+        if stored.committed or not present:
+            self._all(salvage, [s for s in stored.missing() if stored.written(s)])
 
     def _count_done(self, stored: StoredVersion, done: Iterable[int]) -> None:
         layout = stored.version.layout
@@ -358,7 +363,7 @@ class _Work:
         pool: FetchPool,
     ) -> None:
         self._owner = owner
-        self._stored = stored
+        self.stored = stored
         self._sources = {**sources, stored.version.number: stored}
         self._pool = pool
         self._lock = threading.Lock()
@@ -371,20 +376,27 @@ class _Work:
                 self._coming[digest] += shards
                 return
             self._coming[digest] = shards[1:]
-        first = self._stored.version.layout.extent(shards[0])
+        first = self.stored.version.layout.extent(shards[0])
 
         def arrived(transfer: Transfer) -> None:
-            self._owner.done(self._stored, first.shard, transfer.xxh3)
+            if isinstance(sink, AsideSink):
+                sink.place(transfer.xxh3)
+            self._owner.done(self.stored, first.shard, transfer.xxh3)
             with self._lock:
                 others = self._coming.pop(digest)
             for shard in others:
-                self._copy(self._stored, first, shard)
+                self._copy(self.stored, first, shard)
 
+        sink = (
+            AsideSink(self._owner.store, self.stored, first.shard)
+            if self.stored.committed
+            else ExtentSink(self.stored, first.shard)
+        )
         self._pool.submit(
             digest,
             first.length,
-            ExtentSink(self._stored, first.shard),
-            name=f"shard {first.shard} ({first.path}) of version {self._stored.version.number}",
+            sink,
+            name=f"shard {first.shard} ({first.path}) of version {self.stored.version.number}",
             done=arrived,
             limit=MAX_SHARD_BYTES,
         )
@@ -395,9 +407,9 @@ class _Work:
             self._copy(self._sources[task.source_version], task.source, task.target.shard)
             return
         source = self._sources[task.reuse.source_version]
-        extent = self._stored.version.layout.extent(task.shard)
+        extent = self.stored.version.layout.extent(task.shard)
         index = [entry.path for entry in source.version.layout.files].index(task.reuse.source_path)
-        offset = extent.shard - self._stored.version.layout.file_shards(extent.file).start
+        offset = extent.shard - self.stored.version.layout.file_shards(extent.file).start
         origin = source.version.layout.extent(
             source.version.layout.file_shards(index).start + offset
         )
@@ -408,29 +420,33 @@ class _Work:
 
     def _linked(self, source: StoredVersion, origin: Extent, extent: Extent) -> bool:
         try:
-            ours = os.stat(self._stored.directory / extent.path, follow_symlinks=False)
+            ours = os.stat(self.stored.directory / extent.path, follow_symlinks=False)
             theirs = os.stat(source.directory / origin.path, follow_symlinks=False)
         except OSError:
             return False
         return (ours.st_dev, ours.st_ino) == (theirs.st_dev, theirs.st_ino)
 
     def _adopt(self, source: StoredVersion, origin: Extent, extent: Extent) -> None:
-        digest = self._stored.version.digests[extent.shard]
+        digest = self.stored.version.digests[extent.shard]
         assert digest is not None
-        found, xxh3 = self._owner.hash(self._stored, extent, None, None)
+        found, xxh3 = self._owner.hash(self.stored, extent, None, None)
         if found == digest:
-            self._owner.done(self._stored, extent.shard, xxh3)
+            self._owner.done(self.stored, extent.shard, xxh3)
         else:
             self._owner.bad(source, origin.shard)
             self.fetch(digest, [extent.shard])
 
     def _copy(self, source: StoredVersion, origin: Extent, shard: int) -> None:
-        digest = self._stored.version.digests[shard]
+        digest = self.stored.version.digests[shard]
         assert digest is not None
-        target = self._stored.version.layout.extent(shard)
-        found, xxh3 = self._owner.hash(source, origin, self._stored, target)
+        target = self.stored.version.layout.extent(shard)
+        found, xxh3 = None, b""
+        if self.stored.committed:  # its readers check nothing: only right bytes are written to it
+            found, _ = self._owner.hash(source, origin, None, None)
+        if found == digest or not self.stored.committed:
+            found, xxh3 = self._owner.hash(source, origin, self.stored, target)
         if found == digest:
-            self._owner.done(self._stored, shard, xxh3)
+            self._owner.done(self.stored, shard, xxh3)
         else:
             self._owner.bad(source, origin.shard)
             self.fetch(digest, [shard])
@@ -438,12 +454,3 @@ class _Work:
 
 def _holding(stored: StoredVersion) -> Holding:
     return Holding(stored.version, stored.present())
-
-
-def _written(stored: StoredVersion) -> bool:
-    """Say whether any file of a version has blocks on disk."""
-    for entry in stored.version.layout.files:
-        with suppress(OSError):
-            if os.stat(stored.directory / entry.path, follow_symlinks=False).st_blocks:
-                return True
-    return False

@@ -15,14 +15,17 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Protocol, Self
 
+from xxhash import xxh3_128_digest
+
 from shardcast.cancel import Cancel, TransferCancelledError
 from shardcast.config import NetConfig
-from shardcast.errors import ShardcastError
+from shardcast.errors import IntegrityError, ShardcastError
 from shardcast.fetch import BlobSink, BlobSource, Branch, Fetched, Transfer
 from shardcast.protocol.limits import MAX_DOCUMENT_BYTES
 from shardcast.schedule import Finished, Flight, Job, Notice, Schedule, Wait
 from shardcast.selector import Selector
 from shardcast.store.files import disk_errors, write_all
+from shardcast.store.run import RunStore
 from shardcast.store.stored import StoredVersion
 
 
@@ -59,6 +62,63 @@ class ExtentSink:
         if fd >= 0:
             with suppress(OSError):
                 os.close(fd)
+
+
+class AsideSink:
+    """Takes a shard of a *committed* version into a file of its own, to be put in place when right.
+
+    Engines read a committed version's files and check nothing. So a repair may only ever write the
+    bytes that should be there: at every instant each byte is the right one, or as wrong as before.
+    """
+
+    def __init__(self, store: RunStore, stored: StoredVersion, shard: int) -> None:
+        self._stored = stored
+        self._extent = stored.version.layout.extent(shard)
+        self._path = store.temporary(f"shard-{shard}")
+        self._fd = -1
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Write the next bytes.
+
+        Raises:
+            DiskError: If the system refuses.
+        """
+        with disk_errors(self._path, "writing"):
+            if self._fd < 0:
+                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+                self._fd = os.open(self._path, flags, 0o600)
+            write_all(self._fd, data, offset)
+
+    def close(self) -> None:
+        """Give the descriptor back until more bytes come."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with suppress(OSError):
+                os.close(fd)
+
+    def place(self, xxh3: bytes) -> None:
+        """Write the verified shard to where it belongs, durably, and remove the file.
+
+        Raises:
+            IntegrityError: If it reads back as something else than what came.
+            DiskError: If the system refuses.
+        """
+        path = self._stored.directory / self._extent.path
+        try:
+            with disk_errors(self._path, "reading"):
+                data = self._path.read_bytes()
+            if xxh3_128_digest(data) != xxh3:
+                raise IntegrityError("a shard changed on this disk", source=str(self._path))
+            fd = self._stored.open_file(self._extent.file, writable=True)
+            try:
+                with disk_errors(path, "repairing"):
+                    write_all(fd, memoryview(data), self._extent.offset)
+                    os.fsync(fd)
+            finally:
+                os.close(fd)
+        finally:
+            self.close()
+            self._path.unlink(missing_ok=True)
 
 
 class FetchPool:

@@ -46,9 +46,13 @@ def test_bad_and_missing_bytes_are_not(run: RunStore, sample: Sample) -> None:
     assert salvage(stored) == 0
 
 
-def test_a_staged_version_is_not_salvaged(run: RunStore, sample: Sample) -> None:
+def test_a_staged_version_is_salvaged_where_somebody_wrote(run: RunStore, sample: Sample) -> None:
     sample.write_documents(run)
     stored = run.stage(sample.version)
-    for path, data in sample.files.items():
-        (stored.directory / path).write_bytes(data)
-    assert salvage(stored) == 0
+    assert salvage(stored) == 0  # nobody wrote anything: it is not even read
+    assert not any(stored.written(shard) for shard in range(4))
+    with open(stored.directory / "a/model.safetensors", "r+b") as file:
+        file.write(sample.shard(0) + b"half")
+    assert [stored.written(shard) for shard in range(4)] == [True, True, False, False]
+    assert salvage(stored) == 1
+    assert stored.missing() == [1, 2, 3]

@@ -1,0 +1,315 @@
+"""What a power cut leaves: short files, zeros, lost and torn journals. Found before it is served."""
+
+import asyncio
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from shardcast.errors import ShardcastError
+from shardcast.store.journal import MAGIC
+from shardcast.verify import verify_directory
+from shardcast.worker import EventKind
+from tests.contract.made import RUN, SHARD, make_head, make_version, noise, publish
+from tests.contract.relays import config, running, wait_head, wait_ready
+from tests.contract.scripted import ScriptedParent
+from tests.contract.wire_client import eventually, http
+from tests.fakes import FakeRun, RunServer
+from tests.faults.criteria import assert_version, published
+from tests.faults.machine import cut_tail, flip_bit, zero_tail
+from tests.faults.world import Log, worker
+
+FILES = {"big": noise(4 * SHARD, 1), "small": noise(1000, 2), "empty": b""}
+VERSION = make_version(1, FILES)
+OTHER = make_version(2, {"big": noise(4 * SHARD, 3)})
+
+
+def path_of(digest: str) -> str:
+    return f"/v1/{RUN}/blobs/{digest}.bin"
+
+
+def _empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def _longer(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(bytes(4096))
+
+
+def _gone(path: Path) -> None:
+    path.unlink()
+
+
+def _cut(count: int) -> Callable[[Path], None]:
+    return lambda path: cut_tail(path, count)
+
+
+def _zeros(path: Path) -> None:
+    zero_tail(path, path.stat().st_size)
+
+
+def _another_layout(path: Path) -> None:
+    path.write_bytes(MAGIC + bytes(32) + path.read_bytes()[40:])
+
+
+def _noise(path: Path) -> None:
+    path.write_bytes(noise(300, 9))
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], None], int]] = {
+    # what happens to the file of four shards, and how many of them are bad then
+    "tail cut": (_cut(SHARD + 10), 2),
+    "one byte short": (_cut(1), 1),
+    "tail zeroed": (lambda path: zero_tail(path, SHARD + 4096), 2),
+    "all zeros": (_zeros, 4),
+    "no bytes": (_empty, 4),
+    "gone": (_gone, 4),
+    "a bit": (lambda path: flip_bit(path, 2 * SHARD + 17, 3), 1),
+    "longer": (_longer, 0),
+}
+"""Same size, times and inode where a power cut leaves them so."""
+
+JOURNALS: dict[str, Callable[[Path], None]] = {
+    "gone": _gone,
+    "empty": _empty,
+    "torn": lambda path: cut_tail(path, 30),
+    "half": lambda path: cut_tail(path, (path.stat().st_size - 40) // 2),
+    "zeroed": _zeros,
+    "tail zeroed": lambda path: zero_tail(path, 50),
+    "another layout": _another_layout,
+    "noise": _noise,
+}
+
+
+async def assert_serves(url: str, digests: Sequence[str] = VERSION.shards) -> None:
+    for digest in (*VERSION.documents, *digests):
+        answer = await http(url, path_of(digest))
+        assert answer.status == 200
+        assert answer.body == VERSION.blobs[digest]
+
+
+def shard_bytes(parent: ScriptedParent) -> int:
+    return sum(len(ask.data) for ask in parent.asks if ask.digest in VERSION.shards)
+
+
+# --- relay --------------------------------------------------------------------------------------
+
+
+async def filled_relay(tmp_path: Path, parent: ScriptedParent) -> Path:
+    """Let a relay get the version, and stop it; return the version's directory."""
+    parent.serve(make_head(VERSION), VERSION)
+    async with running(config(tmp_path / "r", parent.url)) as url:
+        await wait_ready(url)
+        directory = tmp_path / "r" / RUN / "versions" / "000001"
+        await eventually(directory.is_dir)
+    parent.asks.clear()
+    return directory
+
+
+@pytest.mark.fault(4)
+@pytest.mark.fault(5)
+@pytest.mark.parametrize("kind", DAMAGE)
+async def test_a_relay_serves_nothing_wrong_and_fetches_only_what_is_bad(
+    tmp_path: Path, kind: str
+) -> None:
+    damage, bad = DAMAGE[kind]
+    parent = ScriptedParent()
+    async with parent.running():
+        directory = await filled_relay(tmp_path, parent)
+        damage(directory / "big")
+        async with running(config(tmp_path / "r", parent.url)) as url:
+            await wait_head(url)
+            await assert_serves(url)  # at once, whatever is being repaired
+            await wait_ready(url)
+            await eventually(lambda: not verify_directory(tmp_path / "r" / RUN).damage)
+        assert (directory / "big").read_bytes() == FILES["big"]
+        assert shard_bytes(parent) == bad * SHARD
+
+
+@pytest.mark.fault(4)
+@pytest.mark.parametrize("kind", JOURNALS)
+async def test_a_relay_that_lost_its_journal_reads_and_fetches_nothing(
+    tmp_path: Path, kind: str
+) -> None:
+    parent = ScriptedParent()
+    async with parent.running():
+        await filled_relay(tmp_path, parent)
+        JOURNALS[kind](tmp_path / "r" / RUN / "state" / "000001.shards")
+        async with running(config(tmp_path / "r", parent.url)) as url:
+            await wait_ready(url)
+            await assert_serves(url)
+            assert shard_bytes(parent) == 0
+
+
+@pytest.mark.fault(4)
+@pytest.mark.fault(3)
+@pytest.mark.parametrize("kind", ["tail cut", "tail zeroed", "no bytes", "a bit"])
+async def test_a_staged_version_is_looked_at_before_it_gets_its_name(
+    tmp_path: Path, kind: str
+) -> None:
+    """Cut off between the last record and the commit: what is bad must not be committed."""
+    damage, bad = DAMAGE[kind]
+    parent = ScriptedParent()
+    async with parent.running():
+        directory = await filled_relay(tmp_path, parent)
+        staged = tmp_path / "r" / RUN / "state" / "staging" / "000001"
+        staged.parent.mkdir(exist_ok=True)
+        directory.rename(staged)
+        damage(staged / "big")
+        async with running(config(tmp_path / "r", parent.url)) as url:
+            await eventually(directory.is_dir)
+            assert (directory / "big").read_bytes() == FILES["big"]
+            await wait_ready(url)
+            await assert_serves(url)
+        assert shard_bytes(parent) == bad * SHARD
+
+
+@pytest.mark.fault(4)
+@pytest.mark.parametrize("name", ["state", "document", "head", "trust"])
+async def test_a_relay_whose_small_files_are_lost_starts_all_the_same(
+    tmp_path: Path, name: str
+) -> None:
+    parent = ScriptedParent()
+    async with parent.running():
+        await filled_relay(tmp_path, parent)
+        root = tmp_path / "r" / RUN
+        path = {
+            "state": root / "state" / "000001.json",
+            "document": root / "blobs" / f"{VERSION.layout}.bin",
+            "head": root / "head.json",
+            "trust": root / "state" / "trust.json",
+        }[name]
+        path.unlink()  # each is replaced atomically and synced: it is there or not
+        async with running(config(tmp_path / "r", parent.url)) as url:
+            await wait_ready(url)
+            await assert_serves(url)
+            assert shard_bytes(parent) <= len(FILES["big"]) + len(FILES["small"])
+
+
+# --- origin -------------------------------------------------------------------------------------
+
+
+@pytest.mark.fault(4)
+@pytest.mark.fault(5)
+@pytest.mark.parametrize("kind", DAMAGE)
+async def test_an_origin_serves_what_is_good_and_says_what_is_not(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    damage, bad = DAMAGE[kind]
+    await asyncio.to_thread(publish, tmp_path / "s", tmp_path / "c", FILES)
+    store = tmp_path / "s" / RUN
+    damage(store / "versions" / "000001" / "big")
+    run_digests = VERSION.shards  # the same bytes: the same digests, whatever the layout says
+    async with running(config(tmp_path / "s")) as url:
+        await wait_head(url)
+        statuses = []
+        for digest in run_digests:
+            answer = await http(url, path_of(digest))
+            statuses.append(answer.status)
+            if answer.status == 200:
+                assert answer.body == VERSION.blobs[digest]
+        assert statuses.count(200) == 5 - bad
+        assert statuses.count(404) == bad
+        status = (await http(url, "/v1/status")).body.decode()
+        assert re.search(r'"damaged":"version 1', status)
+        metrics = (await http(url, "/metrics")).body.decode()
+        assert f'shardcast_damaged_versions{{run="{RUN}"}} 1.0' in metrics
+
+        def told() -> bool:
+            loud = [r for r in caplog.records if r.levelname == "ERROR"]
+            return any("version 1" in r.getMessage() for r in loud)
+
+        await eventually(told)
+        assert (await http(url, "/readyz")).status == 503
+
+
+@pytest.mark.fault(4)
+@pytest.mark.parametrize("kind", JOURNALS)
+async def test_an_origin_that_lost_its_journal_serves_everything(tmp_path: Path, kind: str) -> None:
+    await asyncio.to_thread(publish, tmp_path / "s", tmp_path / "c", FILES)
+    JOURNALS[kind](tmp_path / "s" / RUN / "state" / "000001.shards")
+    async with running(config(tmp_path / "s")) as url:
+        await wait_ready(url)
+        for digest in VERSION.shards:
+            assert (await http(url, path_of(digest))).body == VERSION.blobs[digest]
+
+
+# --- worker -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run() -> FakeRun:
+    made = FakeRun()
+    made.publish(FILES)
+    return made
+
+
+def sent(server: RunServer, run: FakeRun) -> int:
+    shards = set(run.shard_digests(1))
+    return sum(count for digest, count in server.sent.items() if digest in shards)
+
+
+def rebooted(out: Path) -> None:
+    """A power cut means another boot: nothing that was scanned before counts."""
+    (out / "state" / "scanned.json").unlink(missing_ok=True)
+
+
+@pytest.mark.fault(4)
+@pytest.mark.fault(5)
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_worker_repairs_what_a_power_cut_took(tmp_path: Path, run: FakeRun, kind: str) -> None:
+    damage, bad = DAMAGE[kind]
+    out = tmp_path / "out"
+    with RunServer(run) as server:
+        update = worker(out, run, server.url).pull()
+        damage(update.path / "big")
+        rebooted(out)
+        server.sent.clear()
+        log = Log()
+        worker(out, run, server.url, observer=log).pull()
+        assert_version(out, published(run), 1)
+        assert sent(server, run) == bad * SHARD
+        told = log.of(EventKind.DAMAGED)
+        assert told
+        assert all("version 1" in str(event.error) for event in told)
+
+
+@pytest.mark.fault(4)
+@pytest.mark.parametrize("kind", JOURNALS)
+def test_a_worker_that_lost_its_journal_fetches_nothing(
+    tmp_path: Path, run: FakeRun, kind: str
+) -> None:
+    out = tmp_path / "out"
+    with RunServer(run) as server:
+        worker(out, run, server.url).pull()
+        JOURNALS[kind](out / "state" / "000001.shards")
+        rebooted(out)
+        server.sent.clear()
+        worker(out, run, server.url).pull()
+        assert_version(out, published(run), 1)
+        assert sent(server, run) == 0
+
+
+@pytest.mark.fault(4)
+@pytest.mark.parametrize("kind", ["tail cut", "tail zeroed", "a bit"])
+def test_a_worker_without_a_source_never_calls_a_damaged_version_whole(
+    tmp_path: Path, run: FakeRun, kind: str
+) -> None:
+    damage, bad = DAMAGE[kind]
+    out = tmp_path / "out"
+    with RunServer(run) as server:
+        update = worker(out, run, server.url).pull()
+        damage(update.path / "big")
+        rebooted(out)
+        server.fault = lambda request, data: [] if request.digest in run.shard_digests(1) else None
+        with pytest.raises(ShardcastError):
+            worker(out, run, server.url).pull()
+        report = verify_directory(out, threads=1)
+        assert len(report.damage) >= 1
+        server.fault = lambda request, data: None
+        server.sent.clear()
+        worker(out, run, server.url).pull()
+        assert_version(out, published(run), 1)
+        assert sent(server, run) == bad * SHARD

@@ -1,0 +1,138 @@
+"""Bits that flip under a relay, an origin and a worker that serves: found, told, repaired."""
+
+import asyncio
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.contract.made import RUN, SHARD, make_head, make_version, noise, publish
+from tests.contract.relays import config, running, wait_ready
+from tests.contract.scripted import ScriptedParent
+from tests.contract.wire_client import eventually, http
+from tests.faults.machine import flip_bit
+
+FILES = {"big": noise(4 * SHARD, 1), "small": noise(1000, 2)}
+VERSION = make_version(1, FILES, deltas=[noise(50_000, 5)])
+FAST = 1 << 30
+
+
+def path_of(digest: str) -> str:
+    return f"/v1/{RUN}/blobs/{digest}.bin"
+
+
+async def metric(url: str, name: str) -> float:
+    text = (await http(url, "/metrics")).body.decode()
+    found = re.search(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
+    assert found is not None, name
+    return float(found[1])
+
+
+@pytest.mark.fault(5)
+async def test_a_relay_finds_a_flip_and_fetches_that_shard_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    parent = ScriptedParent()
+    parent.serve(make_head(VERSION), VERSION)
+    async with parent.running():
+        settings = config(tmp_path / "r", parent.url, scrub_rate_bytes_per_s=FAST)
+        async with running(settings) as url:
+            await wait_ready(url)
+            directory = tmp_path / "r" / RUN / "versions" / "000001"
+            await eventually(directory.is_dir)
+            for digest in VERSION.shards:
+                await http(url, path_of(digest))  # verified: from now on only times are compared
+            parent.asks.clear()
+            flip_bit(directory / "big", 2 * SHARD + 9)
+            await eventually(lambda: (directory / "big").read_bytes() == FILES["big"])
+            await wait_ready(url)
+            assert [ask.digest for ask in parent.asks] == [VERSION.shards[2]]
+            assert await metric(url, "shardcast_scrub_damaged_shards_total") == 1
+            assert await metric(url, "shardcast_scrubbed_bytes_total") >= 4 * SHARD
+            for digest in VERSION.shards:
+                assert (await http(url, path_of(digest))).body == VERSION.blobs[digest]
+            status = (await http(url, "/v1/status")).body.decode()
+            assert re.search(r'"scrub":{[^}]*"damaged":1', status)
+    assert "big, shard 2: its bytes on disk changed; it is fetched again" in caplog.text
+
+
+@pytest.mark.fault(5)
+async def test_a_relay_finds_a_flip_in_a_delta_blob_and_in_a_document(tmp_path: Path) -> None:
+    parent = ScriptedParent()
+    parent.serve(make_head(VERSION), VERSION)
+    (delta,) = (
+        set(VERSION.blobs)
+        - set(VERSION.shards)
+        - set(VERSION.documents)
+        - {VERSION.ref.deltas[0].parts[0]}
+    )
+    async with parent.running():
+        settings = config(tmp_path / "r", parent.url, scrub_rate_bytes_per_s=FAST)
+        async with running(settings) as url:
+            await wait_ready(url)
+            blobs = tmp_path / "r" / RUN / "blobs"
+            for digest in (delta, VERSION.layout):
+                path = blobs / f"{digest}.bin"
+                await eventually(path.is_file)
+                assert (await http(url, path_of(digest))).body == VERSION.blobs[digest]
+                parent.asks.clear()
+                flip_bit(path, 40)
+
+                def repaired(path: Path = path, digest: str = digest) -> bool:
+                    return path.exists() and path.read_bytes() == VERSION.blobs[digest]
+
+                await eventually(repaired)
+                assert parent.count(digest) == 1
+
+
+@pytest.mark.fault(5)
+async def test_a_flip_is_repaired_from_another_version_on_this_disk(tmp_path: Path) -> None:
+    parent = ScriptedParent()
+    newer = make_version(2, {**FILES, "small": noise(1000, 3)})
+    parent.serve(make_head(VERSION), VERSION)
+    async with parent.running():
+        settings = config(tmp_path / "r", parent.url, scrub_rate_bytes_per_s=FAST)
+        async with running(settings) as url:
+            await wait_ready(url)
+            parent.serve(make_head(VERSION, newer), newer)
+            directory = tmp_path / "r" / RUN / "versions"
+            await eventually((directory / "000002").is_dir)
+            parent.asks.clear()
+            flip_bit(directory / "000001" / "big", 9)
+            await eventually(lambda: (directory / "000001" / "big").read_bytes() == FILES["big"])
+            assert parent.count(VERSION.shards) == 0
+
+
+@pytest.mark.fault(5)
+async def test_an_origin_marks_the_version_and_stops_serving_that_shard(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    await asyncio.to_thread(publish, tmp_path / "s", tmp_path / "c", FILES)
+    async with running(config(tmp_path / "s", scrub_rate_bytes_per_s=FAST)) as url:
+        await wait_ready(url)
+        for digest in VERSION.shards:
+            assert (await http(url, path_of(digest))).status == 200
+        flip_bit(tmp_path / "s" / RUN / "versions" / "000001" / "big", SHARD + 1)
+
+        async def noticed() -> bool:
+            return await metric(url, "shardcast_damaged_versions") == 1
+
+        await eventually(noticed)
+        statuses = [(await http(url, path_of(digest))).status for digest in VERSION.shards]
+        assert statuses == [200, 404, 200, 200, 200]
+        assert (await http(url, "/readyz")).status == 503
+        status = (await http(url, "/v1/status")).body.decode()
+        assert '"damaged":"version 1, big, shard 1: its bytes on disk changed"' in status
+    assert "nobody can repair it here: publish it again" in caplog.text
+    # The next process knows it too, without reading everything first.
+    async with running(config(tmp_path / "s")) as url:
+        await eventually(lambda: "version 1" in caplog.text)
+        assert (await http(url, path_of(VERSION.shards[1]))).status == 404
+
+
+@pytest.mark.fault(5)
+async def test_no_scrub_means_none(tmp_path: Path) -> None:
+    await asyncio.to_thread(publish, tmp_path / "s", tmp_path / "c", FILES)
+    async with running(config(tmp_path / "s", scrub_rate_bytes_per_s=0)) as url:
+        await wait_ready(url)
+        assert await metric(url, "shardcast_scrubbed_bytes_total") == 0
