@@ -9,13 +9,18 @@ request is cancelled first and its blob continued elsewhere, which costs no byte
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 from shardcast.config import NetConfig
 from shardcast.flights import Flight
+from shardcast.selector import Rating
 
 _PACE_S: Final = 0.5
 """Over how long the recent rate of a request is measured at least."""
+
+_SOON_S: Final = 0.1
+"""Bytes are not believed to have come in less: threads look no more often."""
 
 
 class HedgeBudget:
@@ -47,6 +52,35 @@ class HedgeBudget:
         self.wasted += wasted
 
 
+def too_slow(ratings: Mapping[str, Rating], size: int, left: int, config: NetConfig) -> set[str]:
+    """Return the sources that would still be at one blob when all others have brought the rest.
+
+    A request there would only be overtaken. Sources that are about as fast as the best one are
+    never too slow, nor are those that were never measured.
+
+    Args:
+        ratings: What is believed of each source.
+        size: Bytes of the blob.
+        left: Bytes of all that is not here yet, this blob included.
+        config: Bounds.
+    """
+    live = {url: r for url, r in ratings.items() if not r.failures and not r.banned}
+    best = max((rating.expected for rating in live.values()), default=0.0)
+    slow = {
+        url: rating
+        for url, rating in live.items()
+        if rating.expected * config.overtake_factor < best
+    }
+    if not slow:
+        return set()
+    rest_s = left / sum(rating.expected for rating in live.values())
+    return {
+        url
+        for url, rating in slow.items()
+        if size * (rating.in_flight + 1) / rating.expected > rest_s + config.hedge_s
+    }
+
+
 def look(flight: Flight, now: float) -> bool:
     """Note how far a flight is; return whether it has come on since it was last looked at."""
     transfer = flight.transfer
@@ -56,7 +90,9 @@ def look(flight: Flight, now: float) -> bool:
     if offset < flight.seen_offset:  # it began anew
         flight.start_offset = flight.seen_offset = flight.mark_offset = 0
         flight.mark_at = now
-    if now - flight.mark_at >= _PACE_S:
+    if offset <= flight.start_offset:
+        flight.first_at = flight.mark_at = now
+    elif now - flight.mark_at >= _PACE_S:
         flight.recent = (offset - flight.mark_offset) / (now - flight.mark_at)
         flight.mark_offset, flight.mark_at = offset, now
     if offset <= flight.seen_offset:
@@ -66,8 +102,8 @@ def look(flight: Flight, now: float) -> bool:
 
 
 def pace(flight: Flight, now: float) -> float:
-    """Return the bytes per second of a flight: those of a moment ago, else since it began."""
-    return flight.recent or max(flight.got, 0) / max(now - flight.started, 1e-3)
+    """Return the bytes per second of a flight: those of a moment ago, else since they began."""
+    return flight.recent or max(flight.got, 0) / max(now - flight.first_at, _SOON_S)
 
 
 def silence(flight: Flight, now: float, config: NetConfig) -> float | None:

@@ -118,7 +118,8 @@ class Transfer:
         offset: How many bytes were received (other threads may read it to see progress).
         sources: URLs that gave bytes since the last restart.
         received: All bytes that came, also those that a restart threw away.
-        twice: Of those, what a branch brought too and was adopted for.
+        twice: Of those, what a branch brought too that was adopted.
+        beaten_at: Its offset when a branch was adopted, None before.
         generation: How often it was restarted.
         lock: Held while the sink is written: whoever closes it takes it too.
         xxh3: XXH3-128 of the bytes, once the digest matched; empty before.
@@ -156,6 +157,7 @@ class Transfer:
         self.lock = threading.Lock()
         self.received = 0
         self.twice = 0
+        self.beaten_at: int | None = None
         self.generation = -1
         self.restart()
 
@@ -253,7 +255,7 @@ class Transfer:
                 return False
             self._sink.write(branch.start, memoryview(branch.rest.data))
             self._whole = True
-            self.twice = self.offset - branch.start
+            self.beaten_at, self.twice = self.offset, self.offset - branch.start
             self.offset, self.total = branch.offset, branch.total
             self.sources, self.xxh3 = branch.sources, branch.xxh3
             return True

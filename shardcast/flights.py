@@ -16,6 +16,7 @@ class Job:
     Attributes:
         transfer: How far it is.
         name: What it is, for messages.
+        bytes: Its length, 0 where only a source knows it.
         tries: Failures so far, by source.
         avoid_until: When a source may be asked for it again.
         whole: It must come from one source, since a stitched one was wrong.
@@ -30,6 +31,7 @@ class Job:
 
     transfer: Transfer
     name: str
+    bytes: int = 0
     tries: dict[str, int] = field(default_factory=dict)
     avoid_until: dict[str, float] = field(default_factory=dict)
     whole: bool = False
@@ -52,6 +54,7 @@ class Flight:
         started: When.
         transfer: Where its bytes go: the job's own, or a branch; None until a hedge has one.
         start_offset: Where it began.
+        first_at: When it last was seen without a byte.
         seen_offset: How far it was when it last had progressed...
         seen_at: ... and when that was.
         mark_offset: How far it was at ``mark_at``: its recent rate is measured from there.
@@ -69,6 +72,7 @@ class Flight:
     started: float
     transfer: Transfer | Branch | None
     start_offset: int = 0
+    first_at: float = 0.0
     seen_offset: int = 0
     seen_at: float = 0.0
     mark_offset: int = 0
@@ -83,12 +87,16 @@ class Flight:
         """Its bytes go into ``transfer`` from now on."""
         self.transfer = transfer
         self.start_offset = self.seen_offset = self.mark_offset = transfer.offset
-        self.seen_at = self.mark_at = now
+        self.first_at = self.seen_at = self.mark_at = now
 
     @property
     def got(self) -> int:
         """Bytes that it brought (less than none after a restart)."""
-        return 0 if self.transfer is None else self.transfer.offset - self.start_offset
+        transfer = self.transfer
+        if transfer is None:
+            return 0
+        offset = transfer.offset if transfer.beaten_at is None else transfer.beaten_at
+        return offset - self.start_offset
 
 
 @dataclass(frozen=True, slots=True)

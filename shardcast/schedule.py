@@ -90,6 +90,7 @@ class Schedule:
         self.budget = HedgeBudget(config.hedge_share)
         self._waiting: deque[Job] = deque()
         self._flights: list[Flight] = []
+        self._done_bytes = 0
         self._open = True
         self._verdicts = Verdicts(self._sources, selector, config, clock, rng, notify)
         self._error: ShardcastError | None = None
@@ -103,7 +104,8 @@ class Schedule:
             return
         if not self._waiting and not self._flights:
             self._verified_at = self._gained_at = self._clock()
-        self.budget.pulled += job.transfer.total or 0
+        job.bytes = job.transfer.total or 0
+        self.budget.pulled += job.bytes
         self._waiting.append(job)
 
     def close(self) -> None:
@@ -159,7 +161,7 @@ class Schedule:
         for position in range(min(len(self._waiting), _LOOK_AHEAD)):
             job = self._waiting[position]
             avoid = _avoided(job, now)
-            source = self._selector.pick(exclude=avoid)
+            source = self._selector.pick(exclude=avoid | self._too_slow(job))
             if source is None:
                 if not avoid:
                     return None
@@ -172,8 +174,14 @@ class Schedule:
             return job.main
         return None
 
+    def _too_slow(self, job: Job) -> set[str]:
+        left = self.budget.pulled - self._done_bytes
+        left -= sum(flight.job.transfer.offset for flight in self._flights if not flight.hedge)
+        size = max(job.bytes - job.transfer.offset, 0)
+        return endgame.too_slow(self._selector.ratings(), size, left, self._config)
+
     def _begin(self, flight: Flight) -> Flight:
-        flight.seen_at = flight.mark_at = flight.started
+        flight.first_at = flight.seen_at = flight.mark_at = flight.started
         self._selector.started(flight.source)
         self._flights.append(flight)
         return flight
@@ -188,6 +196,7 @@ class Schedule:
         """The blob is complete and its digest is right. Whoever raced it is cancelled."""
         job = flight.job
         job.done = True
+        self._done_bytes += job.bytes
         rival = job.main if flight.hedge else job.hedge
         self._ended(flight, won=True)
         self._verdicts.good(flight.source, fetched)

@@ -67,6 +67,9 @@ DEAD_AFTER: Final = 2
 PROBE_SHARE: Final = 150
 """A dead source is probed no sooner than after this many requests to live ones."""
 
+_UNKNOWN: Final = 1e12
+"""Bytes per second of a source while none was ever measured: anything is possible."""
+
 _FLOOR: Final = 1e-3
 """No success rate is lower: a source can always come back."""
 
@@ -207,8 +210,11 @@ class Selector(Generic[Key]):
         """Return what the next request can expect: its share of what the source can give."""
         return self._in_all(source, now) / (source.in_flight + 1)
 
+    def _best_known(self) -> float:
+        return max((s.bandwidth for s in self._sources.values() if s.bandwidth), default=_UNKNOWN)
+
     def _in_all(self, source: _Source, now: float) -> float:
-        best = max((s.bandwidth for s in self._sources.values() if s.bandwidth), default=1.0)
+        best = self._best_known()
         bandwidth = best if source.bandwidth is None else source.bandwidth
         if not source.in_flight:  # else its rate is just being measured
             age = max(now - source.used_at, 0.0)
@@ -302,7 +308,7 @@ class Selector(Generic[Key]):
         """
         with self._lock:
             source = self._sources[key]
-            seen = bytes_per_s * max(source.in_flight, 1)
+            seen = min(bytes_per_s * max(source.in_flight, 1), self._best_known())
             if source.bandwidth is None or seen < source.bandwidth:
                 source.bandwidth = max(seen, 1.0)
                 source.used_at = self._clock()
@@ -346,12 +352,20 @@ class Selector(Generic[Key]):
     def rating(self, key: Key) -> Rating:
         """Return what is believed of a source."""
         with self._lock:
-            now, source = self._clock(), self._sources[key]
-            return Rating(
-                success=self._success(source, now),
-                bandwidth=source.bandwidth,
-                expected=self._in_all(source, now),
-                in_flight=source.in_flight,
-                failures=source.failures,
-                banned=source.banned(now),
-            )
+            return self._rating(self._sources[key], self._clock())
+
+    def ratings(self) -> dict[Key, Rating]:
+        """Return what is believed of each source."""
+        with self._lock:
+            now = self._clock()
+            return {key: self._rating(source, now) for key, source in self._sources.items()}
+
+    def _rating(self, source: _Source, now: float) -> Rating:
+        return Rating(
+            success=self._success(source, now),
+            bandwidth=source.bandwidth,
+            expected=self._in_all(source, now),
+            in_flight=source.in_flight,
+            failures=source.failures,
+            banned=source.banned(now),
+        )

@@ -31,6 +31,7 @@ PATIENT = NetConfig(
     head_wait_s=20,
     head_poll_s=0.05,
     head_grace_s=0.3,
+    hedge_s=30.0,
     lag_s=30.0,
     silent_s=30.0,
 )

@@ -17,7 +17,7 @@ from shardcast.errors import (
     SourceStatusError,
     StallError,
 )
-from shardcast.fetch import Fetched, MemorySink, Transfer
+from shardcast.fetch import Branch, Fetched, MemorySink, Transfer
 from shardcast.protocol.digest import digest_of
 from shardcast.schedule import Finished, Flight, Job, Notice, Schedule, Wait
 from shardcast.selector import Selector
@@ -47,7 +47,8 @@ class Play:
         )
 
     def add(self, name: str = "shard 1", data: bytes = DATA) -> Job:
-        job = Job(Transfer("run", digest_of(data), len(data), MemorySink(), limit=SIZE), name)
+        self.sink = MemorySink()
+        job = Job(Transfer("run", digest_of(data), len(data), self.sink, limit=SIZE), name)
         self.schedule.add(job)
         return job
 
@@ -61,17 +62,37 @@ class Play:
             self.now += step.seconds
         raise AssertionError("nothing ever starts")
 
-    def receive(self, flight: Flight, count: int) -> None:
-        transfer = flight.job.transfer
+    def receive(self, flight: Flight, count: int, data: bytes = DATA) -> None:
+        transfer = flight.transfer
+        assert transfer is not None
         transfer.total = SIZE
-        transfer.receive(flight.source, memoryview(DATA)[:count])
+        transfer.receive(flight.source, memoryview(data)[:count])
 
     def finish(self, flight: Flight, seconds: float = 0.1, *, fill: bool = False) -> None:
         self.now += seconds
-        transfer = flight.job.transfer
+        transfer = flight.transfer
+        assert transfer is not None
         count = SIZE - transfer.offset
         self.receive(flight, count)
-        self.schedule.succeeded(flight, Fetched(count, seconds, fill))
+        transfer.finish(flight.source)
+        fetched = Fetched(count, seconds, fill)
+        if isinstance(transfer, Branch) and not flight.job.transfer.adopt(transfer):
+            self.schedule.late(flight, fetched)
+        else:
+            self.schedule.succeeded(flight, fetched)
+
+    def hedge(self) -> Flight:
+        """The second request that a free thread begins now."""
+        flight = self.schedule.next()
+        assert isinstance(flight, Flight)
+        assert flight.hedge
+        self.schedule.branched(flight, flight.job.transfer.branch(whole=flight.whole))
+        return flight
+
+    def lost(self, flight: Flight) -> None:
+        """A request ends because it was cancelled."""
+        assert flight.cancel.cancelled
+        self.schedule.failed(flight, TransferCancelledError("cancelled", source=flight.source))
 
     def end(self) -> ShardcastError | None:
         """Play until it is finished, failing what starts; return the error."""
