@@ -16,7 +16,7 @@ from relay.config import Prefetch
 from shardcast.config import NetConfig
 from shardcast.events import EventKind
 from tests.contract.relays import config, limits, running, wait_head
-from tests.contract.wire_client import PATIENCE_S
+from tests.contract.wire_client import PATIENCE_S, eventually
 from tests.fakes import FakeRun
 from tests.faults.criteria import Verdict, criteria, published
 from tests.faults.upstream import Play, Upstream
@@ -97,8 +97,10 @@ class Scene:
         """Wait until a follower reports that it could not get the version."""
         await follower.says(EventKind.ERROR)
 
-    def counted(self) -> None:
-        """Judge how much came twice."""
+    async def counted(self) -> None:
+        """Judge how much came twice; what would never end was not read to the end."""
+        endless = [answer for answer in self.upstream.answers if answer.endless]
+        await eventually(lambda: all(answer.left for answer in endless), what="client leaves")
         received = self.upstream.sent_for(self.run)
         again = self.verdict.fetched(
             received, needed_bytes(self.run), failures=self.upstream.failures
@@ -108,7 +110,9 @@ class Scene:
     def reported(self, told: Sequence[str]) -> None:
         """Judge what was said about the upstream."""
         if self.case.says is None:
-            self.verdict.waive("b", "an answer that only means later, or from the start, is no error")
+            self.verdict.waive(
+                "b", "an answer that only means later, or from the start, is no error"
+            )
         else:
             self.verdict.named(told, self.upstream.url, self.case.says)
 
@@ -145,7 +149,7 @@ async def worker_survives(case: Case, root: Path) -> None:
         bans = follower.log.of(EventKind.BANNED)
         assert bool(bans) == case.banned, follower.log.reports
         scene.reported(follower.log.reports)
-        scene.counted()
+        await scene.counted()
         scene.verdict.recovered(out, 1)
 
 
@@ -180,7 +184,7 @@ async def relay_survives(case: Case, root: Path, logged: Callable[[], list[str]]
                 await follower.reaches(1)
         assert not follower.log.of(EventKind.BANNED), "the relay passed wrong bytes on"
         scene.reported(logged())
-        scene.counted()
+        await scene.counted()
         asked = scene.asked
         assert asked <= scene.upstream.failures + 1, f"{asked} requests for ten readers"
         scene.verdict.recovered(out, 1)

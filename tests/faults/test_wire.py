@@ -25,7 +25,6 @@ from tests.faults.upstream import (
     Part,
     Play,
     Raw,
-    Script,
     Shut,
     Stall,
     cut_after,
@@ -332,14 +331,16 @@ SLOW: Final = [
 
 LIES: Final = [
     Case("another-shard", once(Head(), Made(another_shard)), "digest", SHARD, banned=True),
-    Case("endless-length", once(Head(length=10**15), Endless()), "bytes instead of", 4 * SHARD),
-    Case(
-        "endless-document", once(Head(length=10**15), Endless()), "limit", 4 * SHARD, on=DOCUMENT
-    ),
-    Case("endless-head", once(Raw(b"HTTP/1.1 200 OK\r\nX: "), Endless()), "head of the answer", 4 * SHARD),
+    Case("endless-length", once(Head(length=10**15), Endless()), "bytes instead of"),
+    Case("endless-document", once(Head(length=10**15), Endless()), "limit", on=DOCUMENT),
+    Case("endless-head", once(Raw(b"HTTP/1.1 200 OK\r\nX: "), Endless()), "head of the answer"),
     Case("more-than-it-says", once(Head(), Body(), Raw(b"and more")), None, again=SHARD),
     Case("no-http", once(Raw(b"SSH-2.0-OpenSSH_9.2\r\n\r\n"), Shut()), "not HTTP"),
-    Case("two-lengths", once(Raw(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n")), "two different"),
+    Case(
+        "two-lengths",
+        once(Raw(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n")),
+        "two different",
+    ),
 ]
 
 _ROWS: Final = (

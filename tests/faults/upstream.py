@@ -53,7 +53,14 @@ class Asked:
 
 
 class Act:
-    """One step of an answer."""
+    """One step of an answer.
+
+    Attributes:
+        endless: It ends only because the client leaves; its bytes are not counted, since the
+            kernel takes megabytes that the client never reads.
+    """
+
+    endless = False
 
     def bytes_of(self, asked: Asked) -> Iterable[Action]:
         """Return what is done on the wire."""
@@ -153,6 +160,8 @@ class Made(Act):
 class Endless(Act):
     """Bytes until the client leaves."""
 
+    endless = True
+
     def bytes_of(self, asked: Asked) -> Iterator[Action]:
         while True:
             yield b"\xaa" * _PIECE
@@ -238,6 +247,8 @@ class Sent:
         connection: Over which connection.
         scripted: Whether a script answered.
         body: Body bytes that were sent (to 16 KiB exactly where the client left).
+        endless: It never ends by itself.
+        left: The client left, or the script closed the connection.
     """
 
     run: str
@@ -245,6 +256,8 @@ class Sent:
     connection: int
     scripted: bool
     body: int = 0
+    endless: bool = False
+    left: bool = False
 
 
 class Upstream(RunServer):
@@ -296,17 +309,13 @@ class Upstream(RunServer):
         data = run.blobs.get(request.digest or "")
         play = self._choose(run, request)
         if play is None or data is None:
-            return self._counted(super()._blob(run, request), run.name, request, scripted=False)
+            return self._counted([(super()._blob(run, request), True)], run.name, request)
         wanted = parse_range(request.headers.get("range"), len(data))
         start = 0 if wanted is None else wanted.start
         asked = Asked(request, data, start, wanted is not None, self.end)
         self.hit.set()
-        return self._counted(
-            (action for act in play.script for action in act.bytes_of(asked)),
-            run.name,
-            request,
-            scripted=True,
-        )
+        steps = [(act.bytes_of(asked), not act.endless) for act in play.script]
+        return self._counted(steps, run.name, request, scripted=True)
 
     def _choose(self, run: FakeRun, request: Request) -> Play | None:
         with self.changed:
@@ -327,26 +336,37 @@ class Upstream(RunServer):
             return chosen
 
     def _counted(
-        self, actions: Iterable[Action], run: str, request: Request, *, scripted: bool
+        self,
+        steps: Iterable[tuple[Iterable[Action], bool]],
+        run: str,
+        request: Request,
+        *,
+        scripted: bool = False,
     ) -> Iterator[Action]:
         assert request.digest is not None
         answer = Sent(run, request.digest, request.connection, scripted)
         with self.changed:
             self.answers.append(answer)
         in_head = True
-        for action in actions:
-            if not isinstance(action, bytes | memoryview):
-                yield action
-                continue
-            data = bytes(action)
-            if in_head:
-                head, mark, data = data.partition(b"\r\n\r\n")
-                in_head = not mark
-                yield head + mark
-            for position in range(0, len(data), _PIECE):
-                piece = data[position : position + _PIECE]
-                yield piece
-                answer.body += len(piece)
+        try:
+            for actions, counts in steps:
+                answer.endless |= not counts
+                for action in actions:
+                    if not isinstance(action, bytes | memoryview):
+                        yield action
+                        continue
+                    data = bytes(action)
+                    if in_head:
+                        head, mark, data = data.partition(b"\r\n\r\n")
+                        in_head = not mark
+                        yield head + mark
+                    for position in range(0, len(data), _PIECE):
+                        piece = data[position : position + _PIECE]
+                        yield piece
+                        answer.body += len(piece) * counts
+        except GeneratorExit:
+            answer.left = True
+            raise
 
 
 # --- scripts that many cases share ------------------------------------------------------------
