@@ -8,7 +8,7 @@ from pathlib import Path
 from relay.catalog import DataBlob, DocumentBlob, Parsed, Place, ShardBlob
 from relay.runs import RelayRun
 from relay.shelf import remove_quietly
-from shardcast.errors import BusyError, NotFoundError
+from shardcast.errors import BusyError, DiskFullError, NotFoundError
 from shardcast.protocol.manifest import Version
 from shardcast.store.abandoned import create_temporary
 from shardcast.store.files import disk_errors
@@ -23,6 +23,7 @@ class ShardTarget:
         self._version = version
         self._place = place
         self._stored: StoredVersion | None = None
+        self._lacking: int | None = None
         self.digest = blob.digest
         self.length: int | None = blob.length
         self.limit = blob.length
@@ -33,13 +34,25 @@ class ShardTarget:
         return self._run.name
 
     def open(self) -> tuple[int, int]:
-        """Stage the version if need be and open the file."""
+        """Stage the version if need be and open the file. Nothing was asked of a parent yet."""
         stored = self._run.stored.get(self._version.number)
         if stored is None or not stored.alive:
-            stored = self._run.stage(self._version)
+            try:
+                stored = self._run.stage(self._version)
+            except DiskFullError:
+                self._lacking = self._version.layout.total_bytes
+                raise
         extent = self._version.layout.extent(self._place.shard)
         stored.acquire_lease()
         try:
+            try:
+                stored.require_room(self._place.shard)
+            except DiskFullError:
+                lacking = (self._version.layout.extent(shard) for shard in stored.missing())
+                self._lacking = extent.length + sum(one.length for one in lacking)
+                raise
+            if stored.damaged is not None:
+                stored.restore_files()
             if stored.state(self._place.shard) is not ShardState.MISSING:
                 stored.discard(self._place.shard, "it is fetched again")
             fd = stored.open_file(extent.file, writable=True)
@@ -63,8 +76,10 @@ class ShardTarget:
             self._run.spawn(self._run.commit_complete())
 
     def lost(self) -> None:
-        """Let others write the extent."""
+        """Let others write the extent; ask for room if that is what was lacking."""
         self._run.claims.discard((self._version.number, self._place.shard))
+        if self._lacking is not None:
+            self._run.short(self._version.number, self._lacking)
 
     def discard(self) -> None:
         """Give the lease back."""
@@ -126,6 +141,40 @@ class BlobTarget:
             self._path = None
 
 
+class SpareTarget:
+    """A file without a name, for a shard whose extent another process may be writing.
+
+    Its readers are served from it, and then it is gone.
+    """
+
+    def __init__(self, run: RelayRun, blob: ShardBlob) -> None:
+        self._store = run.store
+        self.run = run.name
+        self.digest = blob.digest
+        self.length: int | None = blob.length
+        self.limit = blob.length
+
+    def open(self) -> tuple[int, int]:
+        """Create the file."""
+        path = self._store.temporary(self.digest)
+        with disk_errors(path, "creating"):
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        remove_quietly(path)
+        return fd, 0
+
+    def finish(self, xxh3: bytes) -> None:
+        """Nothing is kept."""
+
+    def landed(self) -> None:
+        """Nothing to tell."""
+
+    def lost(self) -> None:
+        """Nothing to tell."""
+
+    def discard(self) -> None:
+        """Nothing to forget."""
+
+
 def target_for(
     run: RelayRun, known: DocumentBlob | DataBlob | ShardBlob
 ) -> ShardTarget | BlobTarget:
@@ -133,6 +182,7 @@ def target_for(
 
     Raises:
         NotFoundError: If the head has just moved on and dropped it.
+        DiskFullError: If its version would be beyond the quota.
         BusyError: If somebody else writes that extent at the moment.
     """
     if not isinstance(known, ShardBlob):
@@ -141,6 +191,8 @@ def target_for(
     version = run.catalog.version(place.version)
     if version is None:
         raise NotFoundError(f"version {place.version} of run {run.name!r} is gone")
+    if place.version not in run.stored:
+        run.admit(version)
     claim = (place.version, place.shard)
     if claim in run.claims:
         raise BusyError(f"shard {place.shard} of version {place.version} is being written")

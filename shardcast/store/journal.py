@@ -66,6 +66,8 @@ def parse_journal(data: bytes, layout_digest: str, shard_count: int) -> dict[int
 class ShardJournal:
     """An open journal. Thread-safe; one process writes a version's journal at a time.
 
+    Where that is another process, ``read_only`` is set, and changes are kept in memory only.
+
     It is bounded: once it holds more than twice as many records as the version has shards (and
     ``SPARE_RECORDS``), the next record is preceded by a rewrite with one record a shard, beside
     the old file and renamed over it.
@@ -76,6 +78,7 @@ class ShardJournal:
         self._header = MAGIC + bytes.fromhex(layout_digest)
         self._lock = threading.Lock()
         self._file: PooledDescriptor | None = None
+        self.read_only = False
         with disk_errors(path, "reading"):
             data = path.read_bytes() if path.exists() else b""
         known = parse_journal(data, layout_digest, shard_count)
@@ -129,6 +132,8 @@ class ShardJournal:
         return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def _write(self, records: bytes) -> None:
+        if self.read_only:
+            return
         if self._end + len(records) > self._most:
             self._compact()
         with disk_errors(self.path, "writing"):

@@ -82,6 +82,7 @@ class RunStore:
         self.spares = Spares(root / "state" / "spare")
         self._lock = threading.RLock()
         self._cache: dict[int, StoredVersion] = {}
+        self._writer = True
 
     # --- head and trust ---------------------------------------------------------------------
 
@@ -261,7 +262,7 @@ class RunStore:
         """
         number = version.number
         with self._lock:
-            here = self.stored(number)
+            here = self.stored(number) or self._adopt(version)
             if here is not None and here.version.layout_digest == version.layout_digest:
                 here.update(version)
                 self.save_state(here.version)
@@ -349,6 +350,18 @@ class RunStore:
             finally:
                 os.close(fd)
             return True
+
+    def set_writer(self, writer: bool) -> None:
+        """Say whether this process, or another one, records which shards are good from now on.
+
+        Who begins to write looks at the disk again: the process before wrote to it until now.
+        """
+        with self._lock:
+            if writer and not self._writer:
+                self._cache.clear()  # not closed: they may be read at this moment
+            self._writer = writer
+            for stored in self._cache.values():
+                stored.set_read_only(not writer)
 
     # --- current ----------------------------------------------------------------------------
 
@@ -453,9 +466,26 @@ class RunStore:
         journal = ShardJournal(
             self._journal_path(version.number), version.layout_digest, version.layout.shard_count
         )
+        journal.read_only = not self._writer
         stored = StoredVersion(version, directory, journal, committed=committed)
         self._cache[version.number] = stored
         return stored
+
+    def _adopt(self, version: Version) -> StoredVersion | None:
+        """Take over a committed directory whose description was lost; its shards say the rest.
+
+        One that holds other files than the version has is removed: it is something else.
+        """
+        directory = self.version_directory(version.number)
+        if not _is_there(directory, stat.S_ISDIR):
+            return None
+        with disk_errors(directory, "listing"):
+            found = {str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file()}
+        if not found <= {entry.path for entry in version.layout.files}:
+            self._remove(version.number, directory)
+            return None
+        self.save_state(version)
+        return self._open(version, directory, committed=True)
 
     def _load_state(self, number: int) -> Version | None:
         try:

@@ -375,6 +375,10 @@ class StoredVersion:
         """Whether this process holds a lease."""
         return self._leases > 0
 
+    def set_read_only(self, read_only: bool) -> None:
+        """Say whether another process keeps the journal."""
+        self._journal.read_only = read_only
+
     def close(self) -> None:
         """Close the descriptors that this object holds."""
         self._journal.close()
