@@ -330,7 +330,8 @@ class HeadWatcher:
         failures = 0
         while True:
             asked, before = self._clock(), self._states[source.url]
-            known = source.url in self._last
+            # Asked at once after a failure: a long poll of a server that is back tells it too late.
+            known = source.url in self._last and before.live
             with self._slot(source.url, wanted=known) as held:
                 wait_s = self._config.head_wait_s if held else 0
                 changed, error = await self._ask(source, wait_s=wait_s)
