@@ -253,7 +253,8 @@ class SourceRoute:
         """Try another; a source that merely has not got the blob yet is not to blame."""
         url = choice.source.url
         if isinstance(error, SourceStatusError) and error.status in (404, 429, 503):
-            rest = 0.0 if error.status == 404 else min(error.retry_after or 0.2, PAUSE_CAP_S)
+            longest = min(self._sources.config.net.retry_after_cap_s, PAUSE_CAP_S)
+            rest = 0.0 if error.status == 404 else min(error.retry_after or 0.2, longest)
             self._selector.dropped(url, rest_s=0.0 if choice.lateral else rest)
             if error.status == 404 and url in self._sources.lateral:
                 self._unknown_to(url)
