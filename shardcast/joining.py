@@ -218,6 +218,7 @@ class Guest:
             now_ms=keeper.clock_ms(),
             accept_expired=session.options.accept_expired,
         )
+        self._store.forget_gone()
         stored = self._store.stored(number)
         if accepted is None or manifest is None or stored is None or not stored.committed:
             return False

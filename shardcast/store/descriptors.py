@@ -131,6 +131,13 @@ class PooledDescriptor:
                 self._pool.take(self)
                 self.drop()
 
+    def let_go(self) -> None:
+        """Close it unless somebody uses it; the next use opens it again."""
+        with self._pool.lock:
+            if self._users == 0:
+                self._pool.take(self)
+                self.drop()
+
     def drop(self) -> None:
         """Close the descriptor itself. For the pool, with its lock held."""
         if self._fd >= 0:

@@ -358,7 +358,9 @@ class RunStore:
         """
         with self._lock:
             if writer and not self._writer:
-                self._cache.clear()  # not closed: they may be read at this moment
+                for stored in self._cache.values():
+                    stored.let_go()  # not closed: they may be read at this moment
+                self._cache.clear()
             self._writer = writer
             for stored in self._cache.values():
                 stored.set_read_only(not writer)

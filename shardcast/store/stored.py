@@ -379,6 +379,10 @@ class StoredVersion:
         """Say whether another process keeps the journal."""
         self._journal.read_only = read_only
 
+    def let_go(self) -> None:
+        """Hold no descriptor that nobody uses at the moment; the object stays usable."""
+        self._handle.let_go()
+
     def close(self) -> None:
         """Close the descriptors that this object holds."""
         self._journal.close()
