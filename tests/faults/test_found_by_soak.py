@@ -1,5 +1,6 @@
 """What `python -m loadtest.soak` found, each as a test of its whole kind."""
 
+import asyncio
 import os
 import time
 from pathlib import Path
@@ -9,7 +10,8 @@ import pytest
 from shardcast.errors import BusyError
 from shardcast.store.abandoned import create_temporary
 from shardcast.store.run import RunStore
-from tests.contract.made import SHARD, noise, publish
+from shardcast.worker import Worker
+from tests.contract.made import SHARD, noise, publish, signer
 from tests.contract.relays import config, running, wait_head
 from tests.contract.wire_client import eventually
 
@@ -130,3 +132,55 @@ def test_staging_that_was_never_described_goes_once_its_number_is_history(tmp_pa
     store.clean_leftovers()
     assert store.staged() == [3]
     store.close()
+
+
+@pytest.mark.fault(21)
+def test_who_takes_over_a_store_lets_go_of_what_it_only_read_until_then(tmp_path: Path) -> None:
+    """A successor looks at the disk again; the versions it knew before kept their directories."""
+    store = tmp_path / "store"
+    publish(store, tmp_path / "1", {"model.safetensors": noise(SHARD, 1)})
+    successor = RunStore(store / RUN, RUN)
+    successor.set_writer(False)
+    known = successor.stored(1)
+    assert known is not None
+    with known.lease():  # somebody reads it at this moment
+        successor.set_writer(True)
+        os.close(known.open_file(0))
+    again = successor.stored(1)
+    assert again is not None
+    assert again is not known
+    os.close(known.open_file(0))  # it stays usable until the relay has looked again
+    known.let_go()
+    publish(store, tmp_path / "2", {"model.safetensors": noise(SHARD, 2)})
+    assert successor.evict(1)
+    assert deleted_but_open(tmp_path) == []
+    successor.close()
+
+
+@pytest.mark.fault(20)
+async def test_a_guest_lets_go_of_versions_that_its_leader_removed(tmp_path: Path) -> None:
+    """A second worker in a directory shares what the first commits, and never evicts by itself."""
+    store = tmp_path / "store"
+    publish(store, tmp_path / "1", {"model.safetensors": noise(SHARD, 1)})
+    seen: dict[str, int] = {}
+
+    async def follow(name: str, url: str) -> None:
+        keys = [signer().public_key]
+        async for update in Worker(tmp_path / "out", RUN, [url], keys=keys, keep=1).follow():
+            seen[name] = update.version
+
+    async with running(config(store)) as url:
+        tasks = [asyncio.create_task(follow(name, url)) for name in ("leader", "guest")]
+        try:
+            for number in range(2, 7):
+                await eventually(
+                    lambda number=number: seen == {"leader": number - 1, "guest": number - 1},  # type: ignore[misc]
+                    what=f"version {number - 1} at both",
+                )
+                source = tmp_path / str(number)
+                publish(store, source, {"model.safetensors": noise(SHARD, number)})
+            await eventually(lambda: not deleted_but_open(tmp_path / "out"), what="let go")
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
