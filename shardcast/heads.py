@@ -41,6 +41,7 @@ class HeadKeeper:
         errors: Each source's last failure or refusal, by URL; gone once it gave a good head.
         heard: Sources that answered or failed at least once.
         clock_ms: This machine's clock.
+        remembers: Whether what it accepts is remembered on disk.
         changed: Set whenever any of these changes; whoever waits clears it.
     """
 
@@ -68,7 +69,7 @@ class HeadKeeper:
         self.heard: set[str] = set()
         self.changed = asyncio.Event()
         self._store = store
-        self._remembers = remember
+        self.remembers = remember
         self._emit = emit
         self.clock_ms = clock_ms
         self._lock = asyncio.Lock()
@@ -138,7 +139,7 @@ class HeadKeeper:
         return head.sequence >= self._given.get(answer.url, 0)
 
     def _remember(self, accepted: Accepted) -> None:
-        if not self._remembers:
+        if not self.remembers:
             return
         self._store.write_trust(accepted.state)
         self._store.write_head(accepted.envelope)

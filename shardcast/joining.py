@@ -35,6 +35,8 @@ POLL_S: Final = 0.1
 """A try for the lock and two looks at names: cheap, and a commit is shared within this."""
 
 Stamp = tuple[object, ...]
+Updated = Callable[[Obtained, Path, Head | None], None]
+"""Told of a version that is current and whose hook has run, and of the head that named it."""
 
 
 def lock_of(options: WorkerOptions) -> FileLock:
@@ -112,8 +114,24 @@ def manifest_to_share(
     return state.manifests.get(number) if ref is None else ref.manifest
 
 
+def ref_of(stored: StoredVersion, manifest: str) -> VersionRef:
+    """Return what a head would say of a version on disk."""
+    layout = stored.version.layout
+    return VersionRef(
+        version=stored.version.number,
+        step=layout.step,
+        manifest=manifest,
+        bytes=layout.total_bytes,
+        deltas=[],
+    )
+
+
 class Guest:
-    """A worker beside the one that leads."""
+    """A worker beside the one that leads.
+
+    Attributes:
+        seen: The version that it knows of last as being current.
+    """
 
     def __init__(
         self,
@@ -137,6 +155,7 @@ class Guest:
         self._clock = clock
         self._sleep = sleep
         self._leader = ""
+        self.seen: int | None = None
         self._seen_head: Stamp | None = None
         self._changed_at = clock()
         self._signs: Stamp = ()
@@ -182,7 +201,7 @@ class Guest:
 
     # --- every version ----------------------------------------------------------------------
 
-    async def follow(self, updated: Callable[[Obtained, Path, Head], None]) -> None:
+    async def follow(self, updated: Updated) -> None:
         """Share every version that the leader makes current, until this process leads.
 
         The version that is current at the start is no news, as for any follower.
@@ -193,7 +212,7 @@ class Guest:
         Raises:
             UsageError: If OUT turns out to belong to another run.
         """
-        seen = self._store.current()
+        self.seen = self._store.current()
         while True:
             leads = self._lock.try_acquire()
             if not leads:
@@ -201,13 +220,14 @@ class Guest:
             self._check_run()
             await self._read_head()
             current = self._store.current()
-            if current is not None and current != seen and await self._share(current, updated):
-                seen = current
+            news = current is not None and current != self.seen
+            if current is not None and news and await self._share(current, updated):
+                self.seen = current
             if leads:  # after a last look: what the leader did before it ended is not missed
                 return
             await self._sleep(POLL_S)
 
-    async def _share(self, number: int, updated: Callable[[Obtained, Path, Head], None]) -> bool:
+    async def _share(self, number: int, updated: Updated) -> bool:
         """Take a version that is current; say whether it was taken."""
         session, keeper = self._session, self._session.keeper
         accepted = keeper.accepted
@@ -222,10 +242,7 @@ class Guest:
         stored = self._store.stored(number)
         if accepted is None or manifest is None or stored is None or not stored.committed:
             return False
-        layout = stored.version.layout
-        ref = accepted.head.ref(number) or VersionRef(
-            version=number, step=layout.step, manifest=manifest, bytes=layout.total_bytes, deltas=[]
-        )
+        ref = accepted.head.ref(number) or ref_of(stored, manifest)
         if session.here(ref) is None:
             return False
         with suppress(BusyError), stored.lease():  # not evicted while the hook reads it

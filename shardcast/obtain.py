@@ -98,18 +98,20 @@ class Obtainer:
 
         Raises:
             DiskFullError: If there is no room, naming what is needed and what is free.
+            DiskError: If the system refuses otherwise.
             NetworkError, IntegrityError: If no source delivers what is missing.
             TransferCancelledError: If it was cancelled.
         """
         self.tally.total_bytes = version.layout.total_bytes
-        sources = self._lease_sources(version.number)
-        try:
-            stored, found = self._prepare(version, sources)
-            with stored.lease():
-                self._complete(version, stored, sources, found=found)
-        finally:
-            for source in sources:
-                source.release_lease()
+        with disk_errors(self.store.root, f"bringing version {version.number} here"):
+            sources = self._lease_sources(version.number)
+            try:
+                stored, found = self._prepare(version, sources)
+                with stored.lease():
+                    self._complete(version, stored, sources, found=found)
+            finally:
+                for source in sources:
+                    source.release_lease()
         return stored
 
     def _complete(
@@ -217,8 +219,8 @@ class Obtainer:
     def _confirm(self, stored: StoredVersion) -> None:
         """Look at what the journal of an earlier process says is there.
 
-        Where it says nothing of a committed version's shard, or nothing at all, but files have
-        bytes, they are hashed against the signed digests: that is faster than any network.
+        Where it says nothing of a shard, but files have bytes there, they are hashed against the
+        signed digests: that is faster than any network.
         """
         layout, digests = stored.version.layout, stored.version.digests
         present = stored.present()
@@ -236,7 +238,8 @@ class Obtainer:
 
         if not stored.committed:
             self._all(confirm, shards)
-        if stored.committed or not present:
+        # What this process has looked at before and found bad need not be hashed again.
+        if stored.committed or shards or not present:
             self._all(salvage, [s for s in stored.missing() if stored.written(s)])
 
     def _count_done(self, stored: StoredVersion, done: Iterable[int]) -> None:

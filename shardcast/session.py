@@ -44,6 +44,7 @@ from shardcast.pulling import FetchPool
 from shardcast.scans import Scans
 from shardcast.schedule import Notice
 from shardcast.selector import Selector
+from shardcast.store.files import atomic_write
 from shardcast.store.recycling import worthwhile
 from shardcast.store.retention import Held, Keep, choose_evictions, collect
 from shardcast.store.run import RunStore
@@ -336,10 +337,29 @@ class WorkerSession:
         return path
 
     async def announce(self, ready: Obtained, path: Path) -> None:
-        """Tell that ``current`` names a version and run the hook; cancellation ends the hook."""
+        """Tell that ``current`` names a version and run the hook; cancellation ends the hook.
+
+        Who leads remembers that its hook has run: one that was killed before it runs it later.
+        """
         self.emit_version(EventKind.COMMITTED, ready.ref, path, ready.bytes_fetched)
         if self.options.on_update is not None:
             await self._run_hook(self.options.on_update, ready.ref, path)
+            if self.keeper.remembers:
+                number = b"%d\n" % ready.ref.version
+                await self.in_thread(lambda _: atomic_write(self._hooked, number, sync=False))
+
+    def missed(self, number: int) -> bool:
+        """Say whether the hook ran for an earlier version last: it was killed before this one's."""
+        if self.options.on_update is None:
+            return False
+        try:
+            return int(self._hooked.read_bytes()) != number
+        except (OSError, ValueError):
+            return False
+
+    @property
+    def _hooked(self) -> Path:
+        return self.store.root / "state" / "hooked"
 
     def _commit(self, ref: VersionRef, busy: frozenset[int]) -> Path:
         store, number = self.store, ref.version
@@ -363,6 +383,10 @@ class WorkerSession:
         socket as the file's own pages, and overwriting them changes what the neighbour receives.
         """
         self._recycling = self.options.recycle and worthwhile(self.store.root)
+
+    async def tidy(self, current: int) -> None:
+        """Evict what is over beside a version that is current already."""
+        await self.in_thread(lambda _: self._evict(current, frozenset()))
 
     def _evict(self, current: int, busy: frozenset[int]) -> None:
         """Keep the newest versions; drop what this one superseded. Readers go first."""

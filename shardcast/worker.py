@@ -36,7 +36,7 @@ from shardcast.errors import (
 from shardcast.events import EventKind, Observer, WorkerEvent
 from shardcast.follow import Follower
 from shardcast.hooks import UpdateHook
-from shardcast.joining import Guest, lock_of, open_worker
+from shardcast.joining import Guest, Updated, lock_of, open_worker, ref_of
 from shardcast.protocol import trust
 from shardcast.protocol.digest import is_digest
 from shardcast.protocol.head import Head, VersionRef
@@ -201,6 +201,7 @@ class Worker:
             if stored is not None and await session.whole(ref.version):
                 ready = Obtained(ref, stored, 0)
                 if session.store.current() == ref.version:
+                    await session.tidy(ref.version)
                     path = Path(self.options.out.absolute(), "versions", stored.directory.name)
                     return _update(ready, path, head)
             else:
@@ -325,7 +326,7 @@ class Worker:
         """
         newest: asyncio.Queue[Update] = asyncio.Queue(1)
 
-        def updated(ready: Obtained, path: Path, head: Head) -> None:
+        def updated(ready: Obtained, path: Path, head: Head | None) -> None:
             if newest.full():
                 newest.get_nowait()
             newest.put_nowait(_update(ready, path, head))
@@ -346,26 +347,33 @@ class Worker:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
 
-    async def _follow(self, updated: Callable[[Obtained, Path, Head], None]) -> None:
+    async def _follow(self, updated: Updated) -> None:
         """Follow beside another worker while there is one, then lead. Ends by an error only."""
-        lock = lock_of(self.options)
+        lock, seen = lock_of(self.options), None
         try:
             if not lock.try_acquire():
                 async with open_worker(self.options, self._observer, leading=False) as session:
                     self._following = session
+                    guest = Guest(session, lock)
                     async with _watching(session):
-                        await Guest(session, lock).follow(updated)
+                        await guest.follow(updated)
+                    seen = guest.seen
             async with open_worker(self.options, self._observer, leading=True) as session:
                 self._following = session
-                await self._lead(session, updated)
+                await self._lead(session, updated, seen)
         finally:
             lock.release()
 
     async def _lead(
-        self, session: WorkerSession, updated: Callable[[Obtained, Path, Head], None]
+        self,
+        session: WorkerSession,
+        updated: Updated,
+        seen: int | None,
     ) -> None:
         session.recycle()
         current = await self._current(session)
+        if current is not None:
+            await self._finish(session, current, updated, seen)
         async with _watching(session) as watching:
             follower = Follower(
                 session,
@@ -384,6 +392,18 @@ class Worker:
             for task in (watching, running):
                 if task.done() and not task.cancelled():
                     task.result()  # it only ends by an error
+
+    async def _finish(
+        self, session: WorkerSession, current: tuple[int, str], updated: Updated, seen: int | None
+    ) -> None:
+        """Do what a leader that was killed after it had moved ``current`` did not do any more."""
+        number, manifest = current
+        await session.tidy(number)
+        stored = session.store.stored(number)
+        if stored is not None and number != seen and session.missed(number):
+            ready, path = Obtained(ref_of(stored, manifest), stored, 0), stored.directory.absolute()
+            await session.announce(ready, path)
+            updated(ready, path, None)
 
     async def _current(self, session: WorkerSession) -> tuple[int, str] | None:
         number = session.store.current()

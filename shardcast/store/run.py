@@ -495,6 +495,8 @@ class RunStore:
             if data is None:
                 return None
             state = decode(data, StoredState, limit=MAX_DOCUMENT_BYTES, what="stored state")
+            if (state.run, state.version) != (self.run, number):
+                return None
             layout_data = self.read_blob(state.layout)
             if layout_data is None:
                 return None
