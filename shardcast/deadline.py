@@ -1,0 +1,85 @@
+"""A total deadline for a pull: what is missing is said, what is here stays for the next try."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from shardcast.errors import NetworkError, ShardcastError
+
+
+class Deadline:
+    """Seconds from its making for everything that may wait for others. For one event loop."""
+
+    def __init__(self, seconds: float | None) -> None:
+        """Begin now; None means without end."""
+        self.seconds = seconds
+        self._when = None if seconds is None else asyncio.get_running_loop().time() + seconds
+
+    @asynccontextmanager
+    async def within(self, late: Callable[[float], ShardcastError]) -> AsyncIterator[None]:
+        """Run the block, and cancel it at the deadline: what it had under way ends first.
+
+        Args:
+            late: Makes the error, of the seconds that were given.
+
+        Raises:
+            ShardcastError: What ``late`` made.
+        """
+        try:
+            async with asyncio.timeout_at(self._when) as running:
+                yield
+        except TimeoutError as error:
+            if not running.expired() or self.seconds is None:
+                raise
+            raise late(self.seconds) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a version is.
+
+    Attributes:
+        version: Its number.
+        missing: Shards that are not here, None while its documents are not.
+        shards: Shards in all.
+        bytes_here: Verified bytes.
+        bytes_total: Bytes in all.
+    """
+
+    version: int
+    missing: int | None
+    shards: int
+    bytes_here: int
+    bytes_total: int
+
+
+def too_late(
+    run: str, seconds: float, progress: Progress | None, errors: Mapping[str, ShardcastError]
+) -> NetworkError:
+    """Return the error of a pull that was not done in time.
+
+    Args:
+        run: The run.
+        seconds: The time that it had.
+        progress: How far it came, None without a version to pull.
+        errors: The last failure of each source that had one.
+    """
+    if progress is None:
+        what = f"run {run!r}: no acceptable head came within {seconds:g} s"
+    elif progress.missing is None:
+        what = (
+            f"version {progress.version} of run {run!r} did not come within {seconds:g} s: "
+            "documents that describe it are missing"
+        )
+    else:
+        what = (
+            f"version {progress.version} of run {run!r} did not come within {seconds:g} s: "
+            f"{progress.missing} of {progress.shards} shards are missing, "
+            f"{progress.bytes_here} of {progress.bytes_total} bytes are here and kept for "
+            "the next pull"
+        )
+    each = "".join(f"; {url}: {error.message}" for url, error in errors.items())
+    return NetworkError(what + each, source=next(iter(errors), None))
