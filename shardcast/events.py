@@ -63,6 +63,8 @@ class WorkerEvent:
         bytes_done: Verified bytes of the version.
         bytes_total: Size of the version.
         bytes_fetched: What came over the network for it.
+        bytes_hedged: Of those, what came twice because a slow request was raced by a second one
+            (``READY``).
         source: URL of the source it is about.
         error: What went wrong.
     """
@@ -77,6 +79,7 @@ class WorkerEvent:
     bytes_done: int | None = None
     bytes_total: int | None = None
     bytes_fetched: int | None = None
+    bytes_hedged: int | None = None
     source: str | None = None
     error: ShardcastError | None = None
 

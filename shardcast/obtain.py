@@ -46,11 +46,13 @@ class Tally:
         total_bytes: Size of the version.
         done_bytes: Of those, verified in place.
         fetched_bytes: What the network carried, documents and waste included.
+        hedged_bytes: Of those, what came twice because a slow request was raced by a second one.
     """
 
     total_bytes: int = 0
     done_bytes: int = 0
     fetched_bytes: int = 0
+    hedged_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +264,7 @@ class Obtainer:
             finally:
                 with self._lock:
                     self.tally.fetched_bytes += pool.received_bytes
+                    self.tally.hedged_bytes += pool.hedged_bytes
 
     def _all(self, action: Callable[..., None], items: Iterable[object]) -> None:
         """Do ``action`` for all items, on all cores; the first error ends it and is raised."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, TypeVar
 
+from shardcast import deadline
 from shardcast.cancel import Cancel
 from shardcast.config import NetConfig
 from shardcast.documents import DocumentFetcher
@@ -27,6 +28,7 @@ from shardcast.errors import (
     EngineError,
     IntegrityError,
     MalformedError,
+    NetworkError,
     ShardcastError,
     SourceStatusError,
     UsageError,
@@ -73,6 +75,7 @@ class WorkerOptions:
         on_update: Run after each commit.
         config: Network bounds.
         tls: For https; None means the system's certificates.
+        deadline_s: A single pull fails after so long, whatever it waits for; None: never by that.
         threads: For local hashing and copying; None means all cores.
         recycle: A follower overwrites files of evicted versions that nobody can read any more.
             False where a program outside sends them with ``sendfile``.
@@ -89,6 +92,7 @@ class WorkerOptions:
     on_update: UpdateHook | None = None
     config: NetConfig = field(default_factory=NetConfig)
     tls: ssl.SSLContext | None = None
+    deadline_s: float | None = None
     threads: int | None = None
     recycle: bool = True
 
@@ -106,6 +110,8 @@ class WorkerOptions:
             raise UsageError("a worker needs at least one source (--from URL)")
         if self.keep < 1:
             raise UsageError(f"keep is at least 1, not {self.keep}")
+        if self.deadline_s is not None and not self.deadline_s > 0:
+            raise UsageError(f"a deadline is above zero, not {self.deadline_s:g} s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +152,7 @@ class WorkerSession:
         self._documents = threading.Lock()
         self._effort = Effort(store)
         self._watcher: HeadWatcher | None = None
+        self._failures: dict[str, ShardcastError] = {}
         self._recycling = False
 
     def _new_selector(self) -> Selector[str]:
@@ -187,9 +194,24 @@ class WorkerSession:
 
     def _on_change(self, url: str, state: UpstreamState) -> None:
         self.keeper.on_change(url, state)
-        if state.live and url in self._sources:
+        if url not in self._sources:
+            return
+        silent = isinstance(state.error, NetworkError)
+        if silent and not isinstance(state.error, SourceStatusError):
+            self._doubt(url)
+        elif state.live:
             self._selector.alive(url)
             self._document_selector.alive(url)
+
+    def _doubt(self, url: str) -> None:
+        self._selector.doubt(url)
+        self._document_selector.doubt(url)
+
+    def _doubt_the_unheard(self) -> None:
+        """Leave sources alone that gave no sign of life while others gave a head."""
+        for url, state in (self._watcher.states if self._watcher is not None else {}).items():
+            if not state.live and state.error is None and url in self._sources:
+                self._doubt(url)
 
     # --- obtain -----------------------------------------------------------------------------
 
@@ -227,6 +249,7 @@ class WorkerSession:
 
     def _obtain(self, ref: VersionRef, cancel: Cancel) -> Obtained:
         tally = Tally(total_bytes=ref.bytes)
+        self._doubt_the_unheard()
         version = self._documents_of(ref, cancel, tally)
         pools: list[FetchPool] = []
 
@@ -244,7 +267,9 @@ class WorkerSession:
         )
         with self._effort.on(version, tally, pools), self._progress(ref, tally, pools):
             stored = obtainer.obtain(version)
-        self.emit_version(EventKind.READY, ref, stored.directory, tally.fetched_bytes)
+        self.emit_version(
+            EventKind.READY, ref, stored.directory, tally.fetched_bytes, tally.hedged_bytes
+        )
         return Obtained(ref, stored, tally.fetched_bytes)
 
     def _documents_of(self, ref: VersionRef, cancel: Cancel, tally: Tally) -> Version:
@@ -281,6 +306,7 @@ class WorkerSession:
 
     def _notice(self, notice: Notice) -> None:
         error = notice.error
+        self._failures[notice.source] = error
         if isinstance(error, SourceStatusError) and error.status in (404, 429, 503):
             return  # not yet, not now: no news before a pull fails for it
         kind = EventKind.BANNED if notice.banned else EventKind.SOURCE
@@ -447,8 +473,30 @@ class WorkerSession:
 
     # --- plumbing ---------------------------------------------------------------------------
 
+    def too_late(self, seconds: float, ref: VersionRef | None) -> NetworkError:
+        """Return the error of a pull that was not done in time: what is missing, and who failed."""
+        progress = None
+        if ref is not None:
+            stored = self.store.stored(ref.version)
+            layout = None if stored is None else stored.version.layout
+            here = () if stored is None else stored.present()
+            progress = deadline.Progress(
+                version=ref.version,
+                missing=None if layout is None else layout.shard_count - len(here),
+                shards=0 if layout is None else layout.shard_count,
+                bytes_here=0 if layout is None else sum(layout.extent(s).length for s in here),
+                bytes_total=ref.bytes,
+            )
+        failures = {**self.keeper.errors, **self._failures}
+        return deadline.too_late(self.options.run, seconds, progress, failures)
+
     def emit_version(
-        self, kind: EventKind, ref: VersionRef, path: Path | None = None, fetched: int | None = None
+        self,
+        kind: EventKind,
+        ref: VersionRef,
+        path: Path | None = None,
+        fetched: int | None = None,
+        hedged: int | None = None,
     ) -> None:
         """Tell something about a version."""
         self.emit(
@@ -461,6 +509,7 @@ class WorkerSession:
                 path=path,
                 bytes_total=ref.bytes,
                 bytes_fetched=fetched,
+                bytes_hedged=hedged,
             )
         )
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Final
 
 from shardcast.config import NetConfig
+from shardcast.deadline import Deadline
 from shardcast.errors import (
     NetworkError,
     NotFoundError,
@@ -102,6 +103,7 @@ class Worker:
         observer: Observer | None = None,
         config: NetConfig | None = None,
         tls: ssl.SSLContext | None = None,
+        deadline_s: float | None = None,
     ) -> None:
         """Take the options; open nothing yet.
 
@@ -118,6 +120,8 @@ class Worker:
             observer: Told everything that happens.
             config: Network bounds.
             tls: For https; None means the system's certificates.
+            deadline_s: A pull fails after so long, whatever it waits for. What was verified is
+                kept for the next one.
 
         Raises:
             UsageError: If an option is wrong.
@@ -134,6 +138,7 @@ class Worker:
             on_update=UpdateHook(on_update) if isinstance(on_update, str) else on_update,
             config=config or NetConfig(),
             tls=tls,
+            deadline_s=deadline_s,
         )
         self._observer = observer
         self._following: WorkerSession | None = None
@@ -174,7 +179,8 @@ class Worker:
             BusyError: If another worker leads and makes no progress with the version; names it.
             NotFoundError: If there is no such run or version.
             TrustError: If no acceptable head says so (ExpiredError, WithdrawnError, ...).
-            NetworkError, IntegrityError: If no source delivers; names each.
+            NetworkError, IntegrityError: If no source delivers; names each. Also after
+                ``deadline_s``; names what is missing.
             DiskError: If there is no room, or the system refuses.
         """
         if version is not None and manifest is not None:
@@ -182,20 +188,27 @@ class Worker:
         if manifest is not None and not is_digest(manifest):
             raise UsageError(f"manifest is not 64 lowercase hex digits: {manifest[:80]!r}")
         lock = lock_of(self.options)
+        deadline = Deadline(self.options.deadline_s)
         try:
             if not lock.try_acquire():
-                shared = await self._share(lock, version, manifest)
+                shared = await self._share(lock, version, manifest, deadline)
                 if shared is not None:
                     return shared
-            return await self._bring(version, manifest)
+            return await self._bring(version, manifest, deadline)
         finally:
             lock.release()
 
-    async def _bring(self, version: int | None, manifest: str | None) -> Update:
+    async def _bring(
+        self, version: int | None, manifest: str | None, deadline: Deadline
+    ) -> Update:
         """Lead: bring a version here and make it current."""
-        async with open_worker(self.options, self._observer, leading=True) as session:
-            accepted = await self._head(session, needed=manifest is None)
-            ref = await self._choose(session, accepted, version, manifest)
+        async with (
+            open_worker(self.options, self._observer, leading=True) as session,
+            _watching(session) as watching,  # it tells which sources are alive, all the time
+        ):
+            async with deadline.within(lambda seconds: session.too_late(seconds, None)):
+                accepted = await self._head(session, watching, needed=manifest is None)
+                ref = await self._choose(session, accepted, version, manifest)
             head = None if accepted is None else accepted.head
             stored = session.here(ref)
             if stored is not None and await session.whole(ref.version):
@@ -205,19 +218,24 @@ class Worker:
                     path = Path(self.options.out.absolute(), "versions", stored.directory.name)
                     return _update(ready, path, head)
             else:
-                ready = await session.obtain(ref)
+                async with deadline.within(lambda seconds: session.too_late(seconds, ref)):
+                    ready = await session.obtain(ref)
             path = await session.activate(ready)
             return _update(ready, path, head)
 
     async def _share(
-        self, lock: FileLock, version: int | None, manifest: str | None
+        self, lock: FileLock, version: int | None, manifest: str | None, deadline: Deadline
     ) -> Update | None:
         """Wait for what another worker commits; None as soon as this one holds the lock."""
-        async with open_worker(self.options, self._observer, leading=False) as session:
+        async with (
+            open_worker(self.options, self._observer, leading=False) as session,
+            _watching(session) as watching,
+        ):
             guest = Guest(session, lock)
             guest.tell_leader()
-            accepted = await self._head(session, needed=manifest is None)
-            chosen = await self._choose(session, accepted, version, manifest)
+            async with deadline.within(lambda seconds: session.too_late(seconds, None)):
+                accepted = await self._head(session, watching, needed=manifest is None)
+                chosen = await self._choose(session, accepted, version, manifest)
 
             def wanted() -> VersionRef:
                 newest = session.keeper.accepted
@@ -225,7 +243,7 @@ class Worker:
                     return chosen
                 return trust.require_version(newest.head, None)
 
-            async with _watching(session):
+            async with deadline.within(lambda seconds: session.too_late(seconds, chosen)):
                 shared = await guest.wait_for(wanted)
             if shared is None:
                 return None
@@ -260,39 +278,39 @@ class Worker:
             )
         return ref
 
-    async def _head(self, session: WorkerSession, *, needed: bool) -> Accepted | None:
+    async def _head(
+        self, session: WorkerSession, watching: asyncio.Task[None], *, needed: bool
+    ) -> Accepted | None:
         """Return the newest head that any source gives within a moment of the first.
 
         Raises:
             ShardcastError: If no source gives an acceptable one in time, and it is needed.
         """
         keeper, config = session.keeper, self.options.config
-        async with _watching(session) as watching:
-            began = time.monotonic()
-            first: float | None = None
-            everyone = set(session.urls)
-            while True:
-                if watching.done():
-                    watching.result()
-                keeper.changed.clear()
-                now = time.monotonic()
-                if keeper.accepted is not None:
-                    first = now if first is None else first
-                    if everyone <= keeper.heard or now >= first + config.head_grace_s:
-                        return keeper.accepted
-                    left = first + config.head_grace_s - now
-                else:
-                    if now >= began + self._patience(session, needed=needed):
-                        if needed or not isinstance(
-                            keeper.verdict(), (NetworkError, NotFoundError)
-                        ):
-                            raise keeper.verdict()
-                        return None
-                    left = 0.25
-                # Not wait_for: before Python 3.12 it may swallow a cancellation.
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(left):
-                        await keeper.changed.wait()
+        began = time.monotonic()
+        first: float | None = None
+        everyone = set(session.urls)
+        while True:
+            if watching.done():
+                watching.result()
+            keeper.changed.clear()
+            now = time.monotonic()
+            if keeper.accepted is not None:
+                first = now if first is None else first
+                if everyone <= keeper.heard or now >= first + config.head_grace_s:
+                    return keeper.accepted
+                left = first + config.head_grace_s - now
+            else:
+                if now >= began + self._patience(session, needed=needed):
+                    verdict = keeper.verdict()
+                    if needed or not isinstance(verdict, (NetworkError, NotFoundError)):
+                        raise verdict
+                    return None
+                left = 0.25
+            # Not wait_for: before Python 3.12 it may swallow a cancellation.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await keeper.changed.wait()
 
     def _patience(self, session: WorkerSession, *, needed: bool) -> float:
         """Return how long to wait for a first head, by what the sources said so far."""

@@ -20,12 +20,14 @@ from shardcast.cli.output import Output
 from shardcast.cli.progress import meters
 from shardcast.cli.pull_options import (
     AcceptExpiredOption,
+    DeadlineOption,
     DurabilityOption,
     KeepOption,
     OutOption,
     require_out,
 )
 from shardcast.cli.running import TerminatedError, run_until_terminated
+from shardcast.cli.units import parse_time
 from shardcast.cli.worker_view import WorkerView
 from shardcast.errors import UsageError
 
@@ -57,6 +59,7 @@ def pull(
     pubkey: PubkeyOption = None,
     trust_on_first_use: FirstUseOption = False,
     accept_expired: AcceptExpiredOption = False,
+    deadline: DeadlineOption = None,
     keep: KeepOption = 2,
     durability: DurabilityOption = DurabilityChoice.SYNC,
 ) -> None:
@@ -82,6 +85,7 @@ def pull(
             durability=Durability(durability.value),
             keep=keep,
             observer=view,
+            deadline_s=None if deadline is None else parse_time(deadline, "--deadline"),
         )
         try:
             update = run_until_terminated(worker.apull(version=version, manifest=manifest))

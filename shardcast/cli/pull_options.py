@@ -46,6 +46,15 @@ AcceptExpiredOption = Annotated[
         rich_help_panel=TRUST,
     ),
 ]
+DeadlineOption = Annotated[
+    str | None,
+    typer.Option(
+        "--deadline",
+        metavar="TIME",
+        help="Give up after this long, such as 90s or 10m. What came is kept for the next pull.",
+        show_default=False,
+    ),
+]
 OnUpdateOption = Annotated[
     str | None,
     typer.Option(

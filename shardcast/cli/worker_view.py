@@ -72,6 +72,8 @@ class WorkerView:
             "path": None if event.path is None else str(event.path.absolute()),
             "bytes_fetched": event.bytes_fetched,
         }
+        if event.bytes_hedged is not None:
+            members["bytes_hedged"] = event.bytes_hedged
         if event.error is not None:
             members |= {"code": event.error.code, "message": event.error.message}
         if event.error is not None or event.source is not None:
