@@ -103,10 +103,11 @@ class OriginFeed:
                 return
             if accepted is None:
                 return
-            self._stamps[run.name] = stamp
             self._told.pop(run.name, None)
             run.problem = None
             await self.take(run, accepted)
+            # Only now: a look that a request began ends with the request, and is repeated.
+            self._stamps[run.name] = stamp
 
     async def take(self, run: RelayRun, accepted: Accepted) -> None:
         """Serve an accepted head; its documents are taken in before anyone hears of it."""
