@@ -28,8 +28,9 @@ class Deadline:
         Raises:
             ShardcastError: What ``late`` made.
         """
+        running = asyncio.timeout_at(self._when)
         try:
-            async with asyncio.timeout_at(self._when) as running:
+            async with running:
                 yield
         except TimeoutError as error:
             if not running.expired() or self.seconds is None:

@@ -273,6 +273,8 @@ class Schedule:
                 job.hedge.cancel.cancel()
         elif stitched and isinstance(transfer, Branch):
             job.suspects[source] = (transfer.parent_generation, error)
+            if job.done:
+                self._convict(job)
         job.whole = job.whole or stitched
         # Wrong bytes were no gain; what others are receiving is.
         others = [f.seen_at for f in self._flights if f.seen_offset > f.start_offset]
@@ -283,6 +285,8 @@ class Schedule:
 
     def _convict(self, job: Job) -> None:
         """Ban whose hedge went on from these very bytes, now proven good, and was wrong."""
+        if job.transfer.beaten_at is not None:
+            return  # another hedge brought it
         for source, (generation, error) in job.suspects.items():
             if generation == job.transfer.generation and source not in job.transfer.sources:
                 self._verdicts.ban(source, error)

@@ -198,9 +198,7 @@ class Worker:
         finally:
             lock.release()
 
-    async def _bring(
-        self, version: int | None, manifest: str | None, deadline: Deadline
-    ) -> Update:
+    async def _bring(self, version: int | None, manifest: str | None, deadline: Deadline) -> Update:
         """Lead: bring a version here and make it current."""
         async with (
             open_worker(self.options, self._observer, leading=True) as session,

@@ -312,6 +312,18 @@ def test_a_wrong_blob_of_two_in_a_race_bans_nobody_until_the_first_one_proves_ri
     assert not play.selector.rating(slow.source).banned
 
 
+def test_a_wrong_blob_of_two_that_is_told_after_the_right_one_came_convicts_too() -> None:
+    play, _, slow = at_the_end("a", "b", "c")
+    play.receive(slow, 10_000)
+    play.now += 0.6
+    hedge = play.hedge()
+    play.receive(hedge, SIZE - 10_000, b"x" * SIZE)
+    play.finish(slow)
+    play.schedule.failed(hedge, wrong(hedge))
+    assert [notice.source for notice in play.notices if notice.banned] == [hedge.source]
+    assert not play.selector.rating(slow.source).banned
+
+
 def test_a_wrong_blob_of_two_in_a_race_bans_nobody_if_the_first_one_was_wrong_too() -> None:
     play, job, slow = at_the_end("a", "b", "c")
     play.receive(slow, 10_000, b"y" * 10_000)
