@@ -214,7 +214,8 @@ class SourceRoute:
                 return Choice(sources.lateral[owner], lateral=True)
         nearer = sources.parents.nearer
         distant = [url for url in sources.direct if url not in nearer]
-        url = self._selector.pick([*self._tried, *distant, *sources.lateral])
+        siblings = [url for url in sources.lateral if url not in sources.direct]
+        url = self._selector.pick([*self._tried, *distant, *siblings])
         if url is not None:
             self._tried.add(url)
             self._selector.started(url)

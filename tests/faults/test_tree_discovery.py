@@ -94,9 +94,7 @@ async def test_siblings_see_each_new_run(tmp_path: Path) -> None:
         async with tree(tmp_path, *nodes) as urls:
             for number, run in enumerate(runs):
                 files = {"model": noise(3 * SHARD, number)}
-                await asyncio.to_thread(
-                    publish, tmp_path / "o", tmp_path / run, files, run=run
-                )
+                await asyncio.to_thread(publish, tmp_path / "o", tmp_path / run, files, run=run)
                 for url in urls.values():
                     await wait_head(url, run)
             for url in urls.values():
