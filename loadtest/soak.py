@@ -27,7 +27,7 @@ from loadtest.harm import Harm
 from loadtest.processes import Event, Process, ProcessError, scratch, terminate_as_exit
 from loadtest.scenario import MB, Check, Report, Settings, UnavailableError, as_json
 from loadtest.trainer import Trainer, wait_until
-from loadtest.vitals import Vitals, grown, growth_bytes, leftovers, resident_bytes, vitals
+from loadtest.vitals import Bounds, Vitals, grown, growth_bytes, leftovers, resident_bytes, vitals
 
 NAME: Final = "soak"
 SECONDS: Final = 120.0
@@ -45,11 +45,11 @@ _SAMPLE_S: Final = 2.0
 _RESTLESS_GAP_S: Final = 6.0
 _QUIET_VERSIONS: Final = 3
 
-GROWN_SLACK: Final = 4
-"""Descriptors of a kind, or threads, that may be more after three further versions: a connection may
-be open or not at the moment of looking. A leak of one a version and source shows as more."""
-MOST_THREADS: Final = 64
-"""A relay's pools grow to 16 threads for disks and twice 16 for fills, and a few beside them."""
+BOUNDS: Final = Bounds(slack=2, socket_slack=16, sockets=128, threads=64)
+"""Between two moments of rest: files and the like come one a version if they leak, and three versions
+lie between. Sockets: pools keep up to two idle connections to each of up to six neighbours, for up
+to 75 s; a relay was seen with 70, and one leaked a version and neighbour is past 128 in two minutes.
+Threads: a relay's pools grow to 16 for disks and twice 16 for fills, and a few beside them."""
 GROWTH_MB: Final = 24.0
 """Memory that a process may gain over the second half of a soak: the allocator keeps arenas of the
 most threads and buffers (1 MiB each) it ever had at once. A leak of one version each, 6 MB every
@@ -214,9 +214,7 @@ class Soak:
         holding = [
             f"{name}: {what}"
             for name, after in second.items()
-            for what in grown(
-                first.get(name, after), after, slack=GROWN_SLACK, threads=MOST_THREADS
-            )
+            for what in grown(first.get(name, after), after, BOUNDS)
         ]
         litter = self._litter(fleet)
         seen = self._verdict_of(observer)

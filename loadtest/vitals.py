@@ -74,22 +74,34 @@ def _kind(link: Path, target: str) -> str:
     return "directory" if link.is_dir() else "file"
 
 
-def grown(before: Vitals, after: Vitals, *, slack: int, threads: int) -> list[str]:
-    """Return what grew from one moment of rest to another.
+@dataclass(frozen=True)
+class Bounds:
+    """What a process may hold.
 
-    Args:
-        before: The first moment.
-        after: The second one.
-        slack: By how many descriptors a kind may grow; a file without a name is one too many.
-        threads: How many threads there may be: pools grow up to their bounds.
+    Attributes:
+        slack: By how many a kind of descriptor may grow; a file without a name is one too many.
+        socket_slack: The same for sockets.
+        sockets: How many sockets there may be at all.
+        threads: How many threads: pools grow up to their bounds.
     """
+
+    slack: int
+    socket_slack: int
+    sockets: int
+    threads: int
+
+
+def grown(before: Vitals, after: Vitals, bounds: Bounds) -> list[str]:
+    """Return what grew from one moment of rest to another beyond its bounds."""
+    sockets = min(bounds.socket_slack, bounds.sockets - before.descriptors["socket"])
     found = [
         f"{kind} {before.descriptors[kind]} -> {count}"
         for kind, count in sorted(after.descriptors.items())
-        if kind != "deleted" and count > before.descriptors[kind] + slack
+        if kind != "deleted"
+        and count > before.descriptors[kind] + (sockets if kind == "socket" else bounds.slack)
     ]
     found += [f"deleted but open: {path}" for path in after.deleted]
-    if after.threads > threads:
+    if after.threads > bounds.threads:
         found.append(f"threads {before.threads} -> {after.threads}")
     return found
 

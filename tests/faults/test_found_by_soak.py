@@ -174,7 +174,7 @@ async def test_a_guest_lets_go_of_versions_that_its_leader_removed(tmp_path: Pat
         try:
             for number in range(2, 7):
                 await eventually(
-                    lambda number=number: seen == {"leader": number - 1, "guest": number - 1},  # type: ignore[misc]
+                    lambda number=number: seen == {"leader": number - 1, "guest": number - 1},
                     what=f"version {number - 1} at both",
                 )
                 source = tmp_path / str(number)

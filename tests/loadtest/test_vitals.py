@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.vitals import Vitals, grown, growth_bytes, leftovers, vitals
+from loadtest.vitals import Bounds, Vitals, grown, growth_bytes, leftovers, vitals
 
 MB = 1_000_000
+BOUNDS = Bounds(slack=2, socket_slack=5, sockets=100, threads=20)
 
 
 def held(deleted: tuple[str, ...] = (), threads: int = 10, **kinds: int) -> Vitals:
@@ -18,8 +19,9 @@ def held(deleted: tuple[str, ...] = (), threads: int = 10, **kinds: int) -> Vita
 @pytest.mark.parametrize(
     ("after", "found"),
     [
-        (held(socket=12), []),
-        (held(socket=13), ["socket 10 -> 13"]),
+        (held(socket=15), []),
+        (held(socket=16), ["socket 10 -> 16"]),
+        (held(socket=10, file=2), []),
         (held(socket=1, file=3), ["file 0 -> 3"]),
         (held(socket=10, deleted=("/x (deleted)",)), ["deleted but open: /x (deleted)"]),
         (held(socket=10, threads=20), []),
@@ -27,7 +29,12 @@ def held(deleted: tuple[str, ...] = (), threads: int = 10, **kinds: int) -> Vita
     ],
 )
 def test_growth_beyond_the_slack_counts(after: Vitals, found: list[str]) -> None:
-    assert grown(held(socket=10), after, slack=2, threads=20) == found
+    assert grown(held(socket=10), after, BOUNDS) == found
+
+
+def test_sockets_have_a_bound_of_their_own() -> None:
+    assert grown(held(socket=98), held(socket=100), BOUNDS) == []
+    assert grown(held(socket=98), held(socket=101), BOUNDS) == ["socket 98 -> 101"]
 
 
 def test_our_own_descriptors_have_kinds(tmp_path: Path) -> None:
