@@ -98,6 +98,8 @@ class ScriptedParent:
         headers = {n.lower(): v.strip() for n, _, v in (line.partition(":") for line in lines)}
         target = urlsplit(request.split(" ")[1])
         match target.path.split("/")[1:]:
+            case ["healthz"]:
+                await self._send(writer, 200, b"{}")
             case ["v1", "runs"]:
                 await self._send(writer, 200, json.dumps({"runs": sorted(self.heads)}).encode())
             case ["v1", run, "head"]:
