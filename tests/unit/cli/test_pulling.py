@@ -69,6 +69,12 @@ def test_pull_of_what_is_here_says_committed_again_and_fetches_nothing(pull: Pul
     assert pull("--json").event("committed")["bytes_fetched"] == 0
 
 
+def test_a_deadline_is_a_time(pull: Pull) -> None:
+    assert pull("--deadline", "soon").code == 2
+    assert pull("--deadline", "0").code == 2
+    assert pull("--deadline", "1h").code == 0
+
+
 def test_stdout_is_events_and_nothing_else(pull: Pull) -> None:
     for event in pull("--json").events:
         assert event["event"] in {"head", "source", "progress", "ready", "committed"}
