@@ -309,6 +309,9 @@ class WorkerSession:
         self._failures[notice.source] = error
         if isinstance(error, SourceStatusError) and error.status in (404, 429, 503):
             return  # not yet, not now: no news before a pull fails for it
+        if notice.banned:  # for documents as for shards
+            for selector in (self._selector, self._document_selector):
+                selector.banned(notice.source, self.options.config.ban_s)
         kind = EventKind.BANNED if notice.banned else EventKind.SOURCE
         self.emit(WorkerEvent(kind=kind, run=self.options.run, source=notice.source, error=error))
 
