@@ -45,14 +45,17 @@ async def bad_before_good(
         for parent in (bad, good):
             parent.serve(envelope, version, run=run)
     options.setdefault("prefetch", Prefetch.DEMAND)
-    async with bad.running(), good.running():
-        async with running(config(tmp_path / "r", bad.url, good.url, **options)) as url:
-            for version in versions:
-                run = RUN if version is VERSION else "other"
-                await wait_head(url, run)
-                for digest in version.documents[::-1]:
-                    assert (await get(url, digest, run)).status == 200
-            yield bad, good, url
+    async with (
+        bad.running(),
+        good.running(),
+        running(config(tmp_path / "r", bad.url, good.url, **options)) as url,
+    ):
+        for version in versions:
+            run = RUN if version is VERSION else "other"
+            await wait_head(url, run)
+            for digest in version.documents[::-1]:
+                assert (await get(url, digest, run)).status == 200
+        yield bad, good, url
 
 
 async def bans_of(url: str, of: str) -> list[dict[str, Any]]:
