@@ -175,8 +175,8 @@ class Node:
         run = self.runs.get(name)
         return run if run is not None and run.head is not None else None
 
-    async def refresh(self, run: RelayRun) -> None:
-        """Look for news of a run: one look at a time, at most one a second."""
+    async def refresh(self, run: RelayRun, digest: str) -> None:
+        """Look for news of a run until a digest is known: one look at a time, at most one a second."""
         task = self._refreshing.get(run.name)
         if task is None:
             if self.clock() - run.refreshed < self.config.limits.refresh_pause_s:
@@ -185,7 +185,12 @@ class Node:
             task = asyncio.get_running_loop().create_task(self._refresh(run))
             self._refreshing[run.name] = task
             task.add_done_callback(lambda _done: self._refreshing.pop(run.name, None))
-        await asyncio.wait([task], timeout=self.config.limits.refresh_wait_s)
+        wait_s = self.config.limits.refresh_wait_s
+        known = asyncio.ensure_future(run.wait_known(digest, wait_s))
+        try:
+            await asyncio.wait({task, known}, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            known.cancel()
 
     async def _refresh(self, run: RelayRun) -> None:
         # Bounded: while a silent parent is waited for, others could tell the news.

@@ -36,7 +36,7 @@ class BlobServer:
         for_sibling = wire.parse_node(request.headers.get(wire.SIBLING_HEADER)) is not None
         known = run.find(digest)
         if known is None:
-            await node.refresh(run)
+            await node.refresh(run, digest)
             known = await run.wait_known(digest, _SIBLING_WAIT_S if for_sibling else 0.0)
             if known is None:
                 return respond.error_answer(
