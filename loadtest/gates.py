@@ -21,6 +21,7 @@ SCENARIOS = (
     "publish",
     "relay_cpu",
     "worker_cpu",
+    "recycle",
     "memory",
     "distribute",
 )

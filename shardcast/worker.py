@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from shardcast.cancel import Cancel
 from shardcast.config import NetConfig
 from shardcast.deadline import Deadline
 from shardcast.errors import (
@@ -45,7 +46,7 @@ from shardcast.protocol.limits import MAX_DEPTH
 from shardcast.protocol.trust import Accepted
 from shardcast.session import Obtained, WorkerOptions, WorkerSession
 from shardcast.store.locks import FileLock
-from shardcast.store.stored import Durability
+from shardcast.store.stored import Durability, StoredVersion
 
 __all__ = [
     "Durability",
@@ -100,6 +101,7 @@ class Worker:
         durability: Durability = Durability.SYNC,
         keep: int = 2,
         on_update: UpdateHook | str | None = None,
+        recycle: bool = True,
         observer: Observer | None = None,
         config: NetConfig | None = None,
         tls: ssl.SSLContext | None = None,
@@ -117,6 +119,8 @@ class Worker:
             durability: What a commit waits for.
             keep: Committed versions that are kept.
             on_update: Shell command to run after each commit.
+            recycle: ``follow`` overwrites files of evicted versions that nothing has open or
+                mapped; False where another program sends them with ``sendfile``.
             observer: Told everything that happens.
             config: Network bounds.
             tls: For https; None means the system's certificates.
@@ -136,17 +140,40 @@ class Worker:
             durability=durability,
             keep=keep,
             on_update=UpdateHook(on_update) if isinstance(on_update, str) else on_update,
+            recycle=recycle,
             config=config or NetConfig(),
             tls=tls,
             deadline_s=deadline_s,
         )
         self._observer = observer
         self._following: WorkerSession | None = None
+        self._leads = False
 
     @property
     def depth(self) -> int:
         """How far from the origin what this worker follows is; 16 while no source answers."""
         return MAX_DEPTH if self._following is None else self._following.depth
+
+    async def repair(self, version: int) -> None:
+        """While following: hash a committed version again, and fetch what is damaged of it.
+
+        Readers of its files only ever see right bytes take the place of wrong ones. Where another
+        process works on the directory, that one has to.
+
+        Raises:
+            NetworkError, IntegrityError: If no source delivers what is missing.
+            DiskError: If the system refuses.
+        """
+        session = self._following
+        if session is None or not self._leads:
+            return
+        accepted, stored = session.keeper.accepted, session.store.stored(version)
+        ref = None if accepted is None else accepted.head.ref(version)
+        if ref is None or stored is None or not stored.committed:
+            return
+        await session.in_thread(lambda cancel: _look_again(stored, cancel))
+        if stored.damaged is not None:
+            await session.obtain(ref)
 
     # --- pull -------------------------------------------------------------------------------
 
@@ -375,7 +402,7 @@ class Worker:
                         await guest.follow(updated)
                     seen = guest.seen
             async with open_worker(self.options, self._observer, leading=True) as session:
-                self._following = session
+                self._following, self._leads = session, True
                 await self._lead(session, updated, seen)
         finally:
             lock.release()
@@ -524,3 +551,10 @@ def _refuse_running_loop(instead: str) -> None:
     except RuntimeError:
         return
     raise UsageError(f"an event loop runs in this thread: use {instead}()")
+
+
+def _look_again(stored: StoredVersion, cancel: Cancel) -> None:
+    with stored.lease():
+        for shard in sorted(stored.present()):
+            cancel.check()
+            stored.look_again(shard)

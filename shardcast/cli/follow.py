@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardcast.cli.options import (
+    DISK,
     DurabilityChoice,
     FirstUseOption,
     FromOption,
@@ -43,6 +44,17 @@ def follow(
     keep: KeepOption = 2,
     durability: DurabilityOption = DurabilityChoice.SYNC,
     on_update: OnUpdateOption = None,
+    recycle: Annotated[
+        bool,
+        typer.Option(
+            "--recycle/--no-recycle",
+            help=(
+                "Overwrite files of evicted versions that nothing has open or mapped. --no-recycle "
+                "where another program sends them with sendfile."
+            ),
+            rich_help_panel=DISK,
+        ),
+    ] = True,
     serve: Annotated[
         str | None,
         typer.Option(
@@ -74,6 +86,7 @@ def follow(
             durability=Durability(durability.value),
             keep=keep,
             on_update=None if on_update is None else UpdateHook(on_update),
+            recycle=recycle,
             observer=WorkerView(out, shown),
         )
         try:
@@ -104,4 +117,8 @@ async def _follow(
 
     async with asyncio.TaskGroup() as group:
         group.create_task(updates())
-        group.create_task(serve_out(directory, run, listen, ready, depth=lambda: worker.depth))
+        group.create_task(
+            serve_out(
+                directory, run, listen, ready, depth=lambda: worker.depth, repair=worker.repair
+            )
+        )
