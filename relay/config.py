@@ -73,6 +73,10 @@ class Limits:
         refresh_wait_s: How long a request for an unknown digest waits for a newer head.
         refresh_pause_s: Between two such refreshes of one run: unknown digests cost nothing.
         drain_s: How long running responses may take to finish after SIGTERM.
+        quiet_s: A connection without a request is closed while draining when nothing has come for
+            so long: a round trip, so that no request is on its way to a connection that closes.
+        take_over_wait_s: How long a request that needs the store waits for the relay before to let
+            go of it; then its blob is fetched for it alone.
         recent_s: A version that was asked for within this time is not evicted.
     """
 
@@ -101,6 +105,8 @@ class Limits:
     refresh_wait_s: float = 3.0
     refresh_pause_s: float = 1.0
     drain_s: float = 30.0
+    quiet_s: float = 1.0
+    take_over_wait_s: float = 10.0
     recent_s: float = 60.0
 
 
@@ -125,9 +131,13 @@ class RelayConfig:
         limit_rate_client_bytes_per_s: What all responses to one client may send; None: no limit.
         trusted_proxies: Addresses or networks of proxies whose X-Forwarded-For says who the
             client is.
+        take_over: Take the place of the relay that serves the store, if one does.
+        scrub_rate_bytes_per_s: How fast to read what is on disk again, to find what rotted; 0:
+            not at all.
         prefetch: What to fetch unasked.
         depth: Returns how far the store is from the origin, where a worker fills it; None: what
             the parents say.
+        on_damage: Told of a version of a run that was found damaged, where a worker can repair it.
         limits: Bounds.
         net: Bounds of fetching from parents and siblings.
     """
@@ -146,8 +156,11 @@ class RelayConfig:
     limit_rate_bytes_per_s: int | None = None
     limit_rate_client_bytes_per_s: int | None = None
     trusted_proxies: tuple[str, ...] = ()
+    take_over: bool = False
+    scrub_rate_bytes_per_s: int = 0
     prefetch: Prefetch = Prefetch.ALL
     depth: Callable[[], int] | None = None
+    on_damage: Callable[[str, int], None] | None = None
     limits: Limits = field(default_factory=Limits)
     net: NetConfig = field(default_factory=NetConfig)
 
@@ -199,6 +212,11 @@ class RelayConfig:
     def origin(self) -> bool:
         """Whether the store itself is what it serves, and nothing is fetched."""
         return not self.parents
+
+    @property
+    def writes(self) -> bool:
+        """Whether it changes the store in ways that two processes must not do at once."""
+        return bool(self.parents) or self.publish_token_file is not None
 
     @property
     def role(self) -> str:

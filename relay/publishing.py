@@ -184,14 +184,22 @@ class Publishing:
             raise MalformedError("a digest is 64 lowercase hex digits")
         stored, shelved = await in_thread(lambda: _present(run, uploads, asked))
         for digest in shelved:
-            # An upload that a restart interrupted: its documents are here, so they count again.
-            if run.find(digest) is None and not uploads.knows(digest):
-                data = await in_thread(partial(run.store.read_blob, digest))
-                if data is not None and data[:1] == b"{":
-                    with contextlib.suppress(MalformedError):
-                        await uploads.register(digest, decode_any(data))
+            await self._count_again(run, uploads, digest)
         missing = [d for d in dict.fromkeys(asked) if d not in stored and d not in shelved]
         return respond.json_answer(200, {"missing": missing})
+
+    async def _count_again(self, run: RelayRun, uploads: Uploads, digest: str) -> None:
+        """Register a document that is here already: a restart or a full disk came in between.
+
+        Raises:
+            ShardcastError: As ``Uploads.register``.
+        """
+        if run.find(digest) is not None or uploads.knows(digest):
+            return
+        data = await in_thread(partial(run.store.read_blob, digest))
+        if data is not None and data[:1] == b"{":
+            with contextlib.suppress(MalformedError):
+                await uploads.register(digest, decode_any(data))
 
     # --- blobs ----------------------------------------------------------------------------------
 
@@ -205,6 +213,7 @@ class Publishing:
         if place is not None:
             return await self._shard(request, run, digest, place[0], place[1])
         if await in_thread(lambda: run.shelf.holds(digest)):
+            await self._count_again(run, uploads, digest)
             await skip_body(request, MAX_DOCUMENT_BYTES, limits)
             return _kept(200, digest)
         length = uploads.blob(digest)

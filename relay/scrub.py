@@ -32,6 +32,7 @@ from relay.node import Node
 from relay.runs import RelayRun
 from relay.threads import in_thread
 from shardcast.errors import BusyError, DiskError, ShardcastError
+from shardcast.salvage import salvage
 from shardcast.store.stored import ShardState, StoredVersion
 
 log = logging.getLogger("relay.scrub")
@@ -126,6 +127,8 @@ class Scrubber:
         if stored is None:
             return
         self._at = f"{run.name}/{number}"
+        if self._node.sources is None and stored.committed and stored.missing():
+            await self._recall(run, stored)
         for shard in rotated(range(stored.version.layout.shard_count), start):
             if run.stored.get(number) is not stored:
                 return  # evicted, or begun anew
@@ -156,9 +159,25 @@ class Scrubber:
             self._found(run, stored.damaged or f"shard {shard} of {stored.directory} is damaged")
         return good
 
+    async def _recall(self, run: RelayRun, stored: StoredVersion) -> None:
+        """Look whether somebody put the bytes of missing shards back: a worker, or a backup."""
+        claims = {(stored.version.number, shard) for shard in stored.missing()} - run.claims
+        run.claims |= claims
+        try:
+            found = await in_thread(partial(salvage, stored))
+        except ShardcastError as error:
+            log.error("run %s: %s", run.name, error)
+            return
+        finally:
+            run.claims -= claims
+        if found and not stored.missing():
+            log.info("run %s: version %d is whole again", run.name, stored.version.number)
+
     async def _repair(self, run: RelayRun, stored: StoredVersion) -> None:
         """Bring damaged shards again: from another version on this disk, else from upstream."""
         if self._node.sources is None:
+            if self._node.config.on_damage is not None:
+                self._node.config.on_damage(run.name, stored.version.number)
             return
         try:
             others = list(run.stored.values())

@@ -17,7 +17,7 @@ import msgspec
 from relay.copies import copy_local
 from relay.runs import RelayRun
 from relay.threads import in_thread
-from shardcast.errors import MalformedError, ShardcastError
+from shardcast.errors import DiskFullError, MalformedError, ShardcastError
 from shardcast.protocol import manifest as manifests
 from shardcast.protocol.delta import DELTA_FORMAT, DeltaPart, decode_delta_part
 from shardcast.protocol.head import Head, OpenRef, VersionRef
@@ -221,7 +221,11 @@ class Uploads:
             same = rival.layout is not None and rival.layout.version == version.number
             if same and rival is not upload:  # its files make way for ours
                 self._drop(key)
-        upload.stored = await in_thread(lambda: self.run.store.stage(version))
+        try:
+            upload.stored = await in_thread(lambda: self.run.store.stage(version))
+        except DiskFullError:
+            self.run.short(version.number, version.layout.total_bytes)
+            raise
         upload.index = {}
         for shard, digest in enumerate(version.digests):
             if digest is not None:

@@ -12,20 +12,31 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Final
 
-from shardcast.errors import MalformedError
+from shardcast.errors import MalformedError, ShardcastError
 from shardcast.store.files import atomic_write, disk_errors
 from shardcast.store.run import RunStore
 
+log = logging.getLogger("shardcast.serving")
+
+SCRUB_RATE: Final = 16_000_000
+"""Bytes a second: 62 GB in about an hour, a hundredth of what a disk can do."""
 POLL_S: Final = 0.1
 """One stat: a committed version is served within this time."""
 
 
 async def serve_out(
-    out: Path, run: str, listen: str, ready: Callable[[str], None], *, depth: Callable[[], int]
+    out: Path,
+    run: str,
+    listen: str,
+    ready: Callable[[str], None],
+    *,
+    depth: Callable[[], int],
+    repair: Callable[[int], Awaitable[None]],
+    scrub_rate_bytes_per_s: int = SCRUB_RATE,
 ) -> None:
     """Serve OUT until cancelled; then neighbours that are downloading get the rest.
 
@@ -37,6 +48,8 @@ async def serve_out(
         listen: ``HOST:PORT``.
         ready: Called with the URL once it listens.
         depth: Returns how far the worker is from the origin at the moment.
+        repair: Brings what is damaged of a committed version again (``Worker.repair``).
+        scrub_rate_bytes_per_s: How fast to look for what is damaged; 0: not at all.
 
     Raises:
         UsageError: If it cannot listen there.
@@ -52,7 +65,21 @@ async def serve_out(
     lock = store.lock("publish", what=f"serving {out}")
     try:
         lock.acquire(wait_s=5.0)
-        config = RelayConfig(store=view.parent, listen=listen, runs=(run,), depth=depth)
+        repairs: set[asyncio.Task[None]] = set()
+
+        def damaged(_run: str, number: int) -> None:
+            task = asyncio.create_task(_repair(repair, number))
+            repairs.add(task)
+            task.add_done_callback(repairs.discard)
+
+        config = RelayConfig(
+            store=view.parent,
+            listen=listen,
+            runs=(run,),
+            depth=depth,
+            scrub_rate_bytes_per_s=scrub_rate_bytes_per_s,
+            on_damage=damaged,
+        )
         stop = asyncio.Event()
         tasks = [
             asyncio.create_task(serve(config, ready=ready, stop=stop)),
@@ -62,6 +89,13 @@ async def serve_out(
     finally:
         lock.release()
         store.close()
+
+
+async def _repair(repair: Callable[[int], Awaitable[None]], number: int) -> None:
+    try:
+        await repair(number)
+    except ShardcastError as error:
+        log.error("version %d: repairing: %s", number, error)
 
 
 async def _until_cancelled(tasks: list[asyncio.Task[None]], stop: asyncio.Event) -> None:

@@ -62,6 +62,10 @@ def lines(document: Mapping[str, Any], url: str, now_ms: float) -> Iterable[str]
     yield from _section("parents", _PARENTS, map(_parent, _rows(document.get("parents"))))
     yield from _section("siblings", _SIBLINGS, map(_sibling, _rows(document.get("siblings"))))
     yield from _section("children", _CHILDREN, map(_child, _rows(document.get("children"))))
+    scrub = _mapping(document.get("scrub"))
+    if scrub.get("rate_bytes_per_s"):
+        yield ""
+        yield _scrub(scrub)
     yield from _section("on their way", _FILLS, map(_fill, _rows(document.get("fills"))))
 
 
@@ -144,6 +148,15 @@ def _child(one: Mapping[str, Any]) -> tuple[object, ...]:
         one.get("requests"),
         f"{duration(seen)} ago" if isinstance(seen, int | float) else None,
         one.get("agent"),
+    )
+
+
+def _scrub(scrub: Mapping[str, Any]) -> str:
+    age = scrub.get("last_pass_s")
+    last = f"{duration(age)} ago" if isinstance(age, int | float) else "not yet"
+    return (
+        f"scrub: {_size(scrub.get('bytes'))} read again, damaged {_text(scrub.get('damaged'))}, "
+        f"last whole pass {last}"
     )
 
 

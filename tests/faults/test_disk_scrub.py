@@ -1,16 +1,20 @@
 """Bits that flip under a relay, an origin and a worker that serves: found, told, repaired."""
 
 import asyncio
+import mmap
 import re
 from pathlib import Path
 
 import pytest
 
+from shardcast.cli.serving import serve_out
 from tests.contract.made import RUN, SHARD, make_head, make_version, noise, publish
 from tests.contract.relays import config, running, wait_ready
 from tests.contract.scripted import ScriptedParent
 from tests.contract.wire_client import eventually, http
+from tests.fakes import FakeRun, RunServer
 from tests.faults.machine import flip_bit
+from tests.faults.world import worker
 
 FILES = {"big": noise(4 * SHARD, 1), "small": noise(1000, 2)}
 VERSION = make_version(1, FILES, deltas=[noise(50_000, 5)])
@@ -136,3 +140,69 @@ async def test_no_scrub_means_none(tmp_path: Path) -> None:
     async with running(config(tmp_path / "s", scrub_rate_bytes_per_s=0)) as url:
         await wait_ready(url)
         assert await metric(url, "shardcast_scrubbed_bytes_total") == 0
+
+
+@pytest.mark.fault(5)
+async def test_a_worker_that_serves_repairs_its_version_under_its_readers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An engine has the file mapped: it may see right bytes replace wrong ones, and no others."""
+    run = FakeRun()
+    run.publish(FILES)
+    out = tmp_path / "out"
+    with RunServer(run) as server:
+        follower = worker(out, run, server.url)
+        url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+        async def follow() -> None:
+            async for _ in follower.follow():
+                pass
+
+        tasks = [asyncio.create_task(follow())]
+        try:
+            path = out / "versions" / "000001" / "big"
+            await eventually(path.exists)
+            tasks.append(
+                asyncio.create_task(
+                    serve_out(
+                        out,
+                        run.name,
+                        "127.0.0.1:0",
+                        url.set_result,
+                        depth=lambda: 1,
+                        repair=follower.repair,
+                        scrub_rate_bytes_per_s=FAST,
+                    )
+                )
+            )
+            base = await asyncio.wait_for(url, 20)
+            digest = run.shard_digests(1)[2]
+            await eventually(lambda: _is_served(base, digest))
+            server.sent.clear()
+            seen: set[bytes] = set()
+            with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as view:
+                inode = path.stat().st_ino
+                flip_bit(path, 2 * SHARD + 9)
+
+                def look() -> bool:
+                    seen.add(view[2 * SHARD : 3 * SHARD])
+                    return seen >= {FILES["big"][2 * SHARD : 3 * SHARD]} and len(seen) > 0
+
+                flipped = view[2 * SHARD : 3 * SHARD]
+                seen.add(flipped)
+                await eventually(lambda: look() and path.read_bytes() == FILES["big"])
+                assert seen <= {flipped, FILES["big"][2 * SHARD : 3 * SHARD]}
+                assert path.stat().st_ino == inode
+            assert server.sent == {digest: SHARD}
+            await eventually(lambda: _is_served(base, digest))
+            answer = await http(base, f"/v1/{run.name}/blobs/{digest}.bin")
+            assert answer.body == FILES["big"][2 * SHARD : 3 * SHARD]
+        finally:
+            for task in reversed(tasks):
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+    assert "the worker fetches it again" in caplog.text
+
+
+async def _is_served(url: str, digest: str) -> bool:
+    return (await http(url, f"/v1/policy/blobs/{digest}.bin")).status == 200

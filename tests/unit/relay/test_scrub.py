@@ -60,7 +60,7 @@ def node(time: Time, *versions: StoredVersion, store: RunStore, fills: int = 0) 
     )
     return SimpleNamespace(
         clock=time,
-        config=SimpleNamespace(scrub_rate_bytes_per_s=RATE, depth=None),
+        config=SimpleNamespace(scrub_rate_bytes_per_s=RATE, depth=None, on_damage=None),
         runs={"test": run},
         fills=SimpleNamespace(open=lambda: [None] * fills),
         sending=0,
