@@ -1,7 +1,7 @@
 """Files of evicted versions, kept to be overwritten by the next version's bytes.
 
 Writing to pages that a file has already costs a third of writing to fresh ones, and freeing them
-costs as much again (docs/adr/0007). But an inode may be overwritten only when nothing can read
+costs as much again (docs/adr/0008). But an inode may be overwritten only when nothing can read
 it any more. A file becomes a *spare* when its version is evicted: it is renamed to
 ``state/spare/``, after the version's journal is gone. It is *claimed* for a staged version only if
 
