@@ -13,7 +13,7 @@ import contextlib
 import enum
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from relay.threads import in_thread
 from shardcast.errors import BusyError, DiskError
@@ -66,11 +66,18 @@ class Keeper:
         """Whether this process may change the store now."""
         return self.state is Keeping.HELD
 
-    async def acquire(self, wait_s: float) -> None:
-        """Take the lock. A cancellation leaves it untaken.
+    async def acquire(
+        self, wait_s: float, look: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
+        """Take the lock. After a cancellation ``give_up`` gives back what may have been taken.
 
         A store that cannot be locked at all (a read-only file system) is not waited for: whatever
         is written there fails by itself.
+
+        Args:
+            wait_s: How long to wait for it.
+            look: Called with the lock taken, before it counts as held: looks at what another
+                process has left in the store.
 
         Raises:
             BusyError: If another process has it for longer than ``wait_s``; names that process.
@@ -78,7 +85,8 @@ class Keeper:
         deadline = self._clock() + wait_s
         while self.state is Keeping.WAITING:
             try:
-                await in_thread(self._lock.acquire)
+                if not self._lock.held:  # it is after a look that failed
+                    await in_thread(self._lock.acquire)
             except BusyError:
                 if self._clock() >= deadline:
                     raise
@@ -86,6 +94,8 @@ class Keeper:
                 continue
             except DiskError as error:
                 log.warning("the store cannot be locked against a second relay: %s", error)
+            if look is not None:
+                await look()
             self.state = Keeping.HELD
             self._settled.set()
 

@@ -155,20 +155,21 @@ class Life:
 
     async def _take_charge(self) -> None:
         """Begin to change the store, as soon as the relay before has stopped doing so."""
-        node = self.node
-        waited = not node.keeper.held
-        await node.keeper.acquire(float("inf"))
-        if waited:
-            node.store.set_writer(True)
-            for run in list(node.runs.values()):
-                await run.attach()
-                run.spawn(run.commit_complete())
+        await self.node.keeper.acquire(float("inf"), self._look_again)
+        for run in list(self.node.runs.values()):
+            run.spawn(run.commit_complete())
         self._in_charge.set()
-        self._background("retention", Retention(node).run)
-        if node.config.scrub_rate_bytes_per_s:
+        self._background("retention", Retention(self.node).run)
+        if self.node.config.scrub_rate_bytes_per_s:
             self._background("scrub", self._scrubber.run)
         self._background("uploads", self._publishing.run)
         await asyncio.Event().wait()
+
+    async def _look_again(self) -> None:
+        """See what the relay before has written until now."""
+        self.node.store.set_writer(True)
+        for run in list(self.node.runs.values()):
+            await run.attach()
 
     def _prefetch(self, run: RelayRun) -> None:
         async def prefetch() -> None:
@@ -207,7 +208,7 @@ class Life:
 
     async def pause(self) -> None:
         """Accept no connection and follow no parent, until ``resume`` or the end."""
-        self.server.pause()
+        await self.server.pause()
         await self._quit("feed")
 
     async def resume(self) -> None:

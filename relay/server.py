@@ -178,7 +178,7 @@ class Server:
         )
         self._kwargs = dict(self._web._kwargs)
         self._idlers: OrderedDict[Connection, float] = OrderedDict()
-        self._servers: list[asyncio.Server] = []
+        self._servers: list[tuple[asyncio.Server, socket.socket]] = []
         self._listening: Listening | None = None
 
     async def start(self, listening: Listening) -> None:
@@ -193,13 +193,19 @@ class Server:
         for sock in self._listening.sockets:
             own = sock.dup()
             server = await loop.create_server(self._connection, sock=own, backlog=_ACCEPT_AT_ONCE)
-            self._servers.append(server)
+            self._servers.append((server, own))
             own.listen(BACKLOG)  # asyncio uses one number for both
 
-    def pause(self) -> None:
+    async def pause(self) -> None:
         """Accept nothing; whoever connects waits in the kernel's queue."""
-        while self._servers:
-            self._servers.pop().close()
+        servers, self._servers = self._servers, []
+        for _server, own in servers:
+            asyncio.get_running_loop().remove_reader(own)
+        # A server that is closed drops what it has accepted and not looked at yet.
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        for server, _own in servers:
+            server.close()
 
     async def stop_accepting(self, kept: Collection[str] = ()) -> None:
         """Accept no more, for good.
@@ -210,7 +216,7 @@ class Server:
         Args:
             kept: Addresses (``str(getsockname())``) that another process goes on listening on.
         """
-        self.pause()
+        await self.pause()
         listening, self._listening = self._listening, None
         if listening is None:
             return

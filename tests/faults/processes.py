@@ -16,11 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from shardcast.keys import public_pem
+from shardcast.protocol.digest import digest_of
+from shardcast.protocol.envelope import open_unverified
+from shardcast.protocol.head import decode_head
 from tests.contract.made import signer
 from tests.contract.wire_client import PATIENCE_S, Wire
 
 Event = dict[str, Any]
 RELAY = ("-m", "shardcast", "relay")
+PAUSE_S = 0.01
+"""Between two requests of one reader: a relay refuses a client that asks all too often."""
 
 
 @dataclass
@@ -117,7 +122,9 @@ async def gone(pid: int, seconds: float = PATIENCE_S) -> None:
 def children(pid: int) -> list[int]:
     """Process ids of a process's children."""
     with contextlib.suppress(OSError):
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return [
+            int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        ]
     return []
 
 
@@ -161,7 +168,7 @@ async def line(
         yield relay
     finally:
         mine = {process.pid, *(int(event["pid"]) for event in relay.listening)}
-        for pid in mine | {child for pid in mine for child in children(pid)}:
+        for pid in mine | {child for one in mine for child in children(one)}:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             await gone(pid)
@@ -234,8 +241,7 @@ class Load:
 
     async def ask(self, wire: Wire, kind: str, path: str, digest: str) -> bool:
         """Ask for one blob; return whether the connection may be used again."""
-        from shardcast.protocol.digest import digest_of
-
+        await asyncio.sleep(PAUSE_S)
         try:
             await wire.ask(path)
             answer = await wire.answer()
@@ -270,9 +276,6 @@ class Load:
 
 def sequence_of(envelope: bytes) -> int:
     """The sequence of a head."""
-    from shardcast.protocol.envelope import open_unverified
-    from shardcast.protocol.head import decode_head
-
     return decode_head(open_unverified(envelope)[1]).sequence
 
 

@@ -21,7 +21,7 @@ from shardcast.protocol.digest import digest_of
 from shardcast.store.stored import Durability
 from shardcast.worker import Worker
 from tests.contract.made import RUN, SHARD, MadeVersion, make_head, make_version, noise, signer
-from tests.contract.relays import wait_ready
+from tests.contract.relays import wait_head, wait_ready
 from tests.contract.scripted import Pause, ScriptedParent
 from tests.contract.wire_client import PATIENCE_S, Wire, eventually, http
 from tests.faults.processes import (
@@ -82,37 +82,54 @@ async def in_charge(relay: Line, store: Path) -> None:
     await eventually(check, what=f"process {relay.pid} has the store")
 
 
-async def pulls(url: str, out: Path, counted: list[str], wrong: list[str]) -> None:
-    """Pull the newest version into an empty directory, again and again."""
+@asynccontextmanager
+async def pulling(url: str, out: Path, counted: list[str], wrong: list[str]) -> AsyncIterator[None]:
+    """Pull the newest version into an empty directory, again and again; ends between two pulls."""
+    stop = asyncio.Event()
     keys = [signer(1).public_key]
     patience = NetConfig(backoff_first_s=0.05, backoff_cap_s=0.3)
-    for number in itertools.count():
-        worker = Worker(
-            out / str(number), RUN, [url], keys=keys, config=patience, durability=Durability.NONE
-        )
-        update = await asyncio.to_thread(worker.pull)
-        made = VERSIONS[update.version - 1]
-        if (Path(update.path) / "model").read_bytes() != made.files["model"]:
-            wrong.append(f"version {update.version}")
-        counted.append(str(update.version))
+
+    async def pulls() -> None:
+        for number in itertools.count():
+            here = out / str(number)
+            worker = Worker(
+                here, RUN, [url], keys=keys, config=patience, durability=Durability.NONE
+            )
+            update = await asyncio.to_thread(worker.pull)
+            made = VERSIONS[update.version - 1]
+            if (Path(update.path) / "model").read_bytes() != made.files["model"]:
+                wrong.append(f"version {update.version}")
+            counted.append(str(update.version))
+            if stop.is_set():
+                return
+
+    task = asyncio.create_task(pulls())
+    try:
+        yield
+    finally:
+        stop.set()
+        await asyncio.wait_for(task, PATIENCE_S)
 
 
 async def test_five_restarts_in_place_and_an_upgrade_under_load(tmp_path: Path) -> None:
     load, pulled, wrong = Load(), list[str](), list[str]()
     store = tmp_path / "r"
     async with (
+        contextlib.AsyncExitStack() as later,
         parent(VERSIONS[0]) as origin,
         line(tmp_path / "log", *options(store, origin.url)) as relay,
     ):
         url, node = relay.url, (await http(relay.url, "/healthz"))["shardcast-node"]
         await wait_ready(url)
         paths = paths_of(VERSION)
-        async with running(
-            load.keep_alive(url, lambda: next(paths)),
-            load.keep_alive(url, lambda: next(paths)),
-            load.once(url, lambda: next(paths)),
-            load.long_poll(url, f"/v1/{RUN}/head"),
-            pulls(url, tmp_path / "out", pulled, wrong),
+        async with (
+            running(
+                load.keep_alive(url, lambda: next(paths)),
+                load.keep_alive(url, lambda: next(paths)),
+                load.once(url, lambda: next(paths)),
+                load.long_poll(url, f"/v1/{RUN}/head"),
+            ),
+            pulling(url, tmp_path / "out", pulled, wrong),
         ):
             olds = []
             for number in range(5):
@@ -127,24 +144,17 @@ async def test_five_restarts_in_place_and_an_upgrade_under_load(tmp_path: Path) 
                 )
             # An upgrade: another command takes over, on the address that it has.
             arguments = options(store, origin.url, listen=f"127.0.0.1:{relay.port}")
-            upgrade = line(
-                tmp_path / "log.upgrade", *arguments, "--take-over", "--keep", "2"
-            )
+            upgrade = line(tmp_path / "log.upgrade", *arguments, "--take-over", "--keep", "2")
             olds.append(relay.pid)
-            async with upgrade as newer:
-                await gone(olds[-1])
-                await eventually(lambda: len(pulled) > 8, what="workers go on")
-                await wait_ready(newer.url)
-                assert (await http(newer.url, "/healthz"))["shardcast-node"] == node
-                assert newer.url == url
-                for old in olds:
-                    await gone(old)
-                before = sum(load.answers.values())
-                await eventually(
-                    lambda: sum(load.answers.values()) > before + 50, what="readers go on"
-                )
-                answer = await http(newer.url, path_of(VERSIONS[2].shards[0]))
-                assert digest_of(answer.body) == VERSIONS[2].shards[0]
+            newer = await later.enter_async_context(upgrade)
+            for old in olds:
+                await gone(old)
+            seen, before = len(pulled), sum(load.answers.values())
+            await eventually(lambda: len(pulled) > seen + 1, what="workers go on")
+            await eventually(lambda: sum(load.answers.values()) > before + 50, what="so do readers")
+            await wait_ready(url)
+            assert (await http(url, "/healthz"))["shardcast-node"] == node
+            assert newer.url == url
         assert await asyncio.wait_for(relay.process.wait(), PATIENCE_S) == 0
     assert (load.failures, wrong) == ([], [])
     assert len({event["pid"] for event in relay.listening}) == 6
@@ -162,6 +172,7 @@ async def test_a_fill_under_way_is_finished_and_not_asked_for_again(tmp_path: Pa
         demand = options(store, origin.url)
         async with line(tmp_path / "log", *demand, "--prefetch", "demand") as relay:
             url = relay.url
+            await wait_head(url)
             async with Wire(url) as reader:
                 await reader.ask(path_of(victim))
                 await asyncio.wait_for(pause.reached.wait(), PATIENCE_S)
@@ -185,7 +196,7 @@ async def test_a_fill_under_way_is_finished_and_not_asked_for_again(tmp_path: Pa
 
 
 async def test_prefetching_goes_on_where_the_relay_before_stopped(tmp_path: Path) -> None:
-    store, victim = tmp_path / "r", VERSION.shards[-1]
+    store, victim = tmp_path / "r", VERSION.shards[-2]
     pause = Pause(after=1000)
     async with parent(VERSION) as origin:
         origin.script(victim, pause)
@@ -231,7 +242,7 @@ async def test_a_successor_that_does_not_start_changes_nothing(tmp_path: Path) -
             with socket.socket() as taken:
                 taken.bind(("127.0.0.1", 0))
                 taken.listen()
-                address = "127.0.0.1:{}".format(taken.getsockname()[1])
+                address = f"127.0.0.1:{taken.getsockname()[1]}"
                 code, said = await fails(*options(store, origin.url, listen=address), "--take-over")
             assert code == 2
             assert f"in use by process {os.getpid()}" in said
@@ -260,9 +271,7 @@ async def test_a_successor_that_dies_at_the_last_moment_is_forgotten(tmp_path: P
                 with _short_path(store / DOOR_NAME) as name:
                     await asyncio.to_thread(door.connect, name)
                 door.send(encode("take_over", pid=os.getpid()))
-                data, fds, _flags, _who = await asyncio.to_thread(
-                    socket.recv_fds, door, 65536, 8
-                )
+                data, fds, _flags, _who = await asyncio.to_thread(socket.recv_fds, door, 65536, 8)
                 assert json.loads(data)["kind"] == "offer"
                 if last == "paused":
                     door.send(encode("ready", kept=[]))
@@ -285,7 +294,7 @@ async def test_only_one_successor_at_a_time(tmp_path: Path) -> None:
             with _short_path(tmp_path / "o" / DOOR_NAME) as name:
                 await asyncio.to_thread(door.connect, name)
             door.send(encode("take_over", pid=1))
-            data, fds, _flags, _who = await asyncio.to_thread(socket.recv_fds, door, 65536, 8)
+            _data, fds, _flags, _who = await asyncio.to_thread(socket.recv_fds, door, 65536, 8)
             for fd in fds:
                 os.close(fd)
             code, said = await fails(*options(tmp_path / "o"), "--take-over")
@@ -317,22 +326,24 @@ async def test_killed_and_started_again_workers_get_everything_by_themselves(
 ) -> None:
     pulled, wrong = list[str](), list[str]()
     store, port = tmp_path / "r", free_port()
-    arguments = options(store, listen=f"127.0.0.1:{port}")
-    async with parent(VERSION) as origin:
+    async with parent(VERSION) as origin, contextlib.AsyncExitStack() as last:
         arguments = options(store, origin.url, listen=f"127.0.0.1:{port}")
         pauses = [Pause(after=SHARD // 3) for _ in range(3)]
         for pause, victim in zip(pauses, VERSION.shards[3::3], strict=False):
             origin.script(victim, pause)
-        work = pulls(f"http://127.0.0.1:{port}", tmp_path / "out", pulled, wrong)
-        async with running(work):
-            for pause in pauses:
+        async with contextlib.AsyncExitStack() as workers:
+            for number, pause in enumerate(pauses):
                 async with line(tmp_path / "log", *arguments) as relay:
+                    if number == 0:
+                        url = f"http://127.0.0.1:{port}"
+                        work = pulling(url, tmp_path / "out", pulled, wrong)
+                        await workers.enter_async_context(work)
                     await asyncio.wait_for(pause.reached.wait(), PATIENCE_S)
                     relay.signal(signal.SIGKILL)
                     await gone(relay.pid)
                 pause.go.set()
-            async with line(tmp_path / "log", *arguments):
-                await eventually(lambda: len(pulled) >= 2, what="workers pull")
+            await last.enter_async_context(line(tmp_path / "log", *arguments))
+            await eventually(lambda: len(pulled) >= 2, what="workers pull")
     assert wrong == []
 
 

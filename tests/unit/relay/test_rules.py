@@ -9,8 +9,9 @@ import pytest
 
 from relay.config import Limits, RelayConfig, read_token, split_listen
 from relay.handlers import find_route
-from relay.parents import Parents, SourceRoute, Sources
-from relay.server import url_of
+from relay.listening import url_of
+from relay.parents import Parents
+from relay.routes import SourceRoute, Sources
 from relay.siblings import Siblings, owner_of
 from shardcast.errors import MalformedError, NetworkError, SourceStatusError, UsageError
 from shardcast.protocol.limits import MAX_DEPTH
