@@ -17,6 +17,7 @@ import pytest
 
 from shardcast.store import recycling
 from shardcast.store.recycling import MIN_BYTES, REST_S, Spares, has_room, match, worthwhile
+from shardcast.store.retention import collect
 from shardcast.store.run import RunStore
 from shardcast.store.stored import Durability
 from tests.unit.store.conftest import Sample
@@ -283,4 +284,19 @@ def test_a_version_is_no_spare_where_nobody_asks_for_it(
     sample.fill(run)
     run.commit(1, Durability.NONE)
     assert run.evict(1)
+    assert run.spares.names() == []
+
+
+def test_a_collection_drops_spares_unless_it_is_a_followers(
+    run: RunStore, sample: Sample, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recycling, "MIN_BYTES", 1)
+    sample.fill(run)
+    run.commit(1, Durability.NONE)
+    collected = collect(run, [1], spare_within=1)
+    assert collected.versions == (1,)
+    assert run.spares.names()
+    collect(run, [], spare_within=1)
+    assert run.spares.names()
+    collect(run, [])
     assert run.spares.names() == []
