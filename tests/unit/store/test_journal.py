@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import xxhash
 
 from shardcast.errors import DiskError
-from shardcast.store.journal import ShardJournal, parse_journal
+from shardcast.store.journal import SPARE_RECORDS, ShardJournal, parse_journal
 
 LAYOUT = "ab" * 32
 GOLDEN_CHECK = "005b5fd7"  # little-endian
@@ -72,3 +73,42 @@ def test_a_journal_that_cannot_be_written_is_a_disk_error(tmp_path: Path) -> Non
         journal.append(1, b"a" * 16)
     journal.sync()
     journal.close()
+
+
+def test_a_journal_is_bounded_and_keeps_what_it_said(tmp_path: Path) -> None:
+    path, shards = tmp_path / "state" / "1.shards", 10
+    journal = ShardJournal(path, LAYOUT, shards)
+    most = 40 + 24 * (2 * shards + SPARE_RECORDS)
+    for turn in range(SPARE_RECORDS):
+        journal.append(turn % shards, turn.to_bytes(16, "big"))
+        journal.append(shards - 1, b"x" * 16)
+        journal.forget(shards - 1)
+        assert path.stat().st_size <= most
+    expected = dict(journal.entries)
+    assert len(expected) == shards - 1
+    journal.close()
+    assert ShardJournal(path, LAYOUT, shards).entries == expected
+    assert not list(path.parent.glob(".*.tmp"))
+
+
+def test_a_journal_that_cannot_be_rewritten_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "1.shards"
+    journal = ShardJournal(path, LAYOUT, 1)
+    tries: list[str] = []
+
+    def refuse(source: str, target: str) -> None:
+        tries.append(target)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    for turn in range(1, 2 * SPARE_RECORDS):
+        journal.append(0, turn.to_bytes(16, "big"))
+    assert len(tries) == 1  # not at every record
+    monkeypatch.undo()
+    for turn in range(1, 2 * SPARE_RECORDS):
+        journal.append(0, turn.to_bytes(16, "big"))
+    assert path.stat().st_size < 40 + 24 * 2 * SPARE_RECORDS  # it was rewritten meanwhile
+    journal.close()
+    assert ShardJournal(path, LAYOUT, 1).entries == journal.entries
