@@ -3,8 +3,10 @@
 Retention (``relay.retaining``) removes what the options say, every few seconds. This removes what
 nobody needs at the moment when something does not fit, whatever the options say. In this order:
 what no head retains any more, then the versions that have been here longest; never the newest
-whole version of a run, never what is being fetched, never what was asked for a moment ago or is
-being read (its lease says so). An origin gives up only what no head retains: nobody else has it.
+whole version of a run, never what is being fetched or read (its lease says so). What was asked for
+a moment ago goes last, and only where the disk itself is too small for what the run's head calls
+newest: then everyone waits for that, and readers of the old one go on elsewhere. An origin gives up
+only what no head retains: nobody else has it.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ class Candidate:
         bytes: What it takes at most.
         age_ms: How long it has been here.
         dropped: Whether no head retains it.
+        recent: Whether it was asked for a moment ago.
     """
 
     run: str
@@ -47,6 +50,7 @@ class Candidate:
     bytes: int
     age_ms: int
     dropped: bool
+    recent: bool = False
 
 
 def candidates(
@@ -57,18 +61,21 @@ def candidates(
         return []
     head, now = run.head.head, node.clock()
     named = {ref.version for ref in head.versions}
-    coming = {head.version, wanted}
+    newcomers = {head.version}
     if head.open is not None:
         named.add(head.open.version)
-        coming.add(head.open.version)
+        newcomers.add(head.open.version)
+    coming = newcomers | {wanted}
     recent = {n for n, at in run.used.items() if now - at < node.config.limits.recent_s}
     claimed = {number for number, _shard in run.claims}
-    spared = recent | claimed | coming | {run.complete_version()}
+    spared = claimed | coming | {run.complete_version()}
+    if wanted is None or wanted not in newcomers:
+        spared |= recent
     if node.config.origin:
         spared |= named | staged
     newest = max(named, default=0)
     return [
-        Candidate(run.name, v.number, v.bytes, v.age_ms, v.number not in named)
+        Candidate(run.name, v.number, v.bytes, v.age_ms, v.number not in named, v.number in recent)
         for v in held
         if v.number not in spared and v.number <= newest
     ]
@@ -76,7 +83,7 @@ def candidates(
 
 def in_order(found: Iterable[Candidate]) -> list[Candidate]:
     """Return candidates, the most dispensable first. Pure."""
-    return sorted(found, key=lambda c: (not c.dropped, -c.age_ms, c.run, c.number))
+    return sorted(found, key=lambda c: (c.recent, not c.dropped, -c.age_ms, c.run, c.number))
 
 
 class Room:
@@ -109,6 +116,8 @@ class Room:
             if self._node.clock() - self._in_vain < PAUSE_S:
                 return False
             for victim in await self._victims(run, number):
+                if victim.recent and needed <= await asyncio.to_thread(self._free_bytes):
+                    break  # a quota is no reason to take from readers what they read
                 if not await self._evict(victim, f"run {run.name}, version {number}"):
                     continue
                 if await self._enough(needed):

@@ -11,11 +11,14 @@ from shardcast.errors import BusyError
 from shardcast.store.abandoned import create_temporary
 from shardcast.store.run import RunStore
 from shardcast.worker import Worker
-from tests.contract.made import SHARD, noise, publish, signer
-from tests.contract.relays import config, running, wait_head
-from tests.contract.wire_client import eventually
+from tests.contract.made import SHARD, MadeVersion, make_head, make_version, noise, publish, signer
+from tests.contract.relays import config, limits, running, wait_head
+from tests.contract.scripted import ScriptedParent
+from tests.contract.wire_client import eventually, http
+from tests.faults.machine import small_tmpfs
 
 RUN = "policy"
+MIB = 1 << 20
 
 
 def deleted_but_open(below: Path) -> list[str]:
@@ -184,3 +187,52 @@ async def test_a_guest_lets_go_of_versions_that_its_leader_removed(tmp_path: Pat
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def made(number: int) -> MadeVersion:
+    return make_version(number, {"a": noise(4 * SHARD, number)})
+
+
+async def ask(url: str, store: Path, version: MadeVersion) -> None:
+    """Waits until a version is on disk, and asks for it."""
+    directory = store / RUN / "versions" / f"{version.ref.version:06d}"
+    await eventually(directory.exists, what=f"version {version.ref.version} on disk")
+    answer = await http(url, f"/v1/{RUN}/blobs/{version.shards[0]}.bin")
+    assert answer.body == version.blobs[version.shards[0]]
+
+
+@pytest.mark.fault(15)
+async def test_a_small_disk_gets_the_newest_version_though_all_older_ones_were_just_asked_for(
+    tmp_path: Path,
+) -> None:
+    """It waited a minute for its workers to lose interest, and they for the newest version."""
+    parent = ScriptedParent()
+    with small_tmpfs(tmp_path / "disk", 7 * MIB // 2) as disk:
+        parent.serve(make_head(made(1)), made(1))
+        async with parent.running():
+            settings = config(disk / "s", parent.url, limits=limits(recent_s=3600))
+            async with running(settings) as url:
+                for count in range(1, 6):
+                    versions = [made(number) for number in range(1, count + 1)]
+                    parent.serve(make_head(*versions), *versions)
+                    await ask(url, disk / "s", versions[-1])
+                kept = sorted(path.name for path in (disk / "s" / RUN / "versions").iterdir())
+                assert kept[-1] == "000005"
+                assert len(kept) >= 2
+
+
+@pytest.mark.fault(16)
+async def test_a_quota_alone_takes_nothing_from_those_who_just_asked(tmp_path: Path) -> None:
+    parent = ScriptedParent()
+    parent.serve(make_head(made(1)), made(1))
+    async with parent.running():
+        quota = 2 * 4 * SHARD + 1000
+        settings = config(
+            tmp_path / "s", parent.url, quota_bytes=quota, limits=limits(recent_s=3600)
+        )
+        async with running(settings) as url:
+            for count in range(1, 5):
+                versions = [made(number) for number in range(1, count + 1)]
+                parent.serve(make_head(*versions), *versions)
+                await ask(url, tmp_path / "s", versions[-1])
+            assert len(list((tmp_path / "s" / RUN / "versions").iterdir())) == 4
