@@ -135,6 +135,8 @@ class ParentFeed:
         )
 
     def _silent(self, url: str) -> None:
+        for watcher in self._node.parents.watchers.values():
+            watcher.doubt(url)
         if self._node.siblings is not None:
             self._node.siblings.saw(url, None, live=False)
 

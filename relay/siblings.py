@@ -104,7 +104,9 @@ class Siblings:
 
     def saw(self, url: str, node: str | None, *, live: bool) -> None:
         """Take in what a poll found."""
-        sibling = self._siblings[url]
+        sibling = self._siblings.get(url)
+        if sibling is None:
+            return
         if node is not None:
             sibling.node = node
         if live != sibling.live:

@@ -28,6 +28,7 @@ from shardcast.errors import (
     NetworkError,
     ShardcastError,
     SourceStatusError,
+    StallError,
 )
 from shardcast.protocol.limits import MAX_DOCUMENT_BYTES, MAX_HEAD_BYTES
 from shardcast.protocol.wire import (
@@ -310,6 +311,7 @@ class HeadWatcher:
         self._after: int | None = None
         self._last: dict[str, bytes] = {}
         self._states = {source.url: UpstreamState() for source in self._sources}
+        self._doubts = {source.url: asyncio.Event() for source in self._sources}
 
     @property
     def states(self) -> Mapping[str, UpstreamState]:
@@ -321,6 +323,11 @@ class HeadWatcher:
         async with asyncio.TaskGroup() as group:
             for source in self._sources:
                 group.create_task(self._watch_one(source))
+
+    def doubt(self, url: str) -> None:
+        """Somebody found a source silent: give its long poll up, and ask it again right away."""
+        if url in self._doubts:
+            self._doubts[url].set()
 
     async def refresh(self) -> None:
         """Ask every source once, now, without waiting; heads go to the callback as always."""
@@ -388,7 +395,7 @@ class HeadWatcher:
         url = source.url
         after = self._after if wait_s else None
         try:
-            answer = await source.head(self._run, after=after, wait_s=wait_s if after else 0)
+            answer = await self._head(source, after, wait_s if after else 0)
         except ShardcastError as error:
             alive = isinstance(error, SourceStatusError) and error.status == 404
             state = replace(self._states[url], live=alive, error=error)
@@ -414,6 +421,22 @@ class HeadWatcher:
         self._last[url] = answer.envelope
         self._after = max(self._after or 0, sequence)
         return True, None
+
+    async def _head(self, source: HeadSource, after: int | None, wait_s: int) -> HeadAnswer:
+        """Ask for the head; a long poll ends when the source is doubted."""
+        doubt = self._doubts[source.url]
+        doubt.clear()
+        asked = asyncio.ensure_future(source.head(self._run, after=after, wait_s=wait_s))
+        doubted = asyncio.ensure_future(doubt.wait())
+        try:
+            await asyncio.wait({asked, doubted}, return_when=asyncio.FIRST_COMPLETED)
+            if not asked.done() and wait_s:
+                raise StallError("does not answer", source=source.url)
+            return await asked
+        finally:
+            doubted.cancel()
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
 
     def _set(self, url: str, state: UpstreamState, *, tell: bool = False) -> None:
         self._states[url] = state
