@@ -229,14 +229,23 @@ class Connection:
             raise NetworkError("closed the connection within the head of its answer")
         return count
 
-    def read(self, most: int) -> memoryview:
+    def read(self, most: int, *, before: float | None = None) -> memoryview:
         """Return the next bytes of a body, at most ``most``; empty at the end of the stream.
 
+        Args:
+            most: How many.
+            before: Monotonic time at which patience ends; None: ``read_timeout_s`` of silence.
+
         Raises:
-            StallError: After ``read_timeout_s`` of silence.
+            StallError: If nothing came in time.
             NetworkError: If the connection breaks.
         """
         with self._translated("reading"):
+            if before is not None:
+                left = before - time.monotonic()
+                if left <= 0:
+                    raise StallError("nothing more is read")
+                self._sock.settimeout(min(left, self._config.read_timeout_s))
             count = self._sock.recv_into(self.buffer, min(most, len(self.buffer)))
         return self.buffer[:count]
 

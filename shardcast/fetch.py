@@ -61,7 +61,8 @@ __all__ = [
 
 _ETAG_PREFIX: Final = '"blake3-'
 _DRAIN_BYTES: Final = 64 * 1024
-"""An error page up to this size is read, so that the connection can be used again."""
+_DRAIN_S: Final = 1.0
+"""An error page up to this size is read, for so long, so that the connection can be used again."""
 
 
 class BlobSink(Protocol):
@@ -532,11 +533,11 @@ class BlobSource:
         status = head.status
         keep = head.keep_alive and head.length is not None and head.length <= _DRAIN_BYTES
         left = (head.length or 0) - len(first)
-        deadline = time.monotonic() + self._config.read_timeout_s
+        deadline = time.monotonic() + _DRAIN_S
         with suppress(NetworkError):
             while keep and left > 0:
-                got = len(connection.read(left))
-                keep = got > 0 and time.monotonic() < deadline
+                got = len(connection.read(left, before=deadline))
+                keep = got > 0
                 left -= got
         keep = keep and left == 0
         where = head.headers.get("location")

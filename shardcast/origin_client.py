@@ -9,8 +9,9 @@ import os
 import random
 import socket
 import ssl
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -35,10 +36,16 @@ from shardcast.store.files import disk_errors
 
 CONNECT_TIMEOUT_S: Final = 10.0
 IDLE_TIMEOUT_S: Final = 60.0
-"""An origin that takes no byte and answers nothing for so long is given up."""
+"""An origin that takes no byte for so long, or has not answered in full, is given up."""
+MINIMUM_RATE_BYTES_PER_S: Final = 8 * 1024
+"""An upload that is slower on the whole is given up: nobody is served by waiting for it."""
 COMMIT_TIMEOUT_S: Final = 1800.0
 """Before it answers the head, an origin assembles unchanged shards and syncs its disk."""
 ATTEMPTS: Final = 6
+PAUSE_FIRST_S: Final = 0.25
+PAUSE_CAP_S: Final = 5.0
+RETRY_AFTER_CAP_S: Final = 30.0
+"""An origin that asks for more patience is asked again all the same."""
 MISSING_BATCH: Final = 4096
 _MAX_ANSWER_BYTES: Final = MAX_DOCUMENT_BYTES
 
@@ -220,14 +227,15 @@ class OriginClient:
         body: Body | None = None,
         *,
         headers: Mapping[str, str] | None = None,
-        timeout_s: float = IDLE_TIMEOUT_S,
+        timeout_s: float | None = None,
     ) -> Answer:
-        """Send one request, again after lost connections and 5xx, with growing pauses."""
+        """Send one request, again after lost connections, 429 and 5xx, with growing pauses."""
         last: Exception | None = None
         for attempt in range(ATTEMPTS):
-            pause = random.uniform(0.0, min(0.25 * 2**attempt, 5.0))  # noqa: S311 - jitter
+            cap = min(PAUSE_FIRST_S * 2**attempt, PAUSE_CAP_S)
+            pause = random.uniform(0.0, cap)  # noqa: S311 - jitter
             try:
-                answer = self._once(method, path, body, headers or {}, timeout_s)
+                answer = self._once(method, path, body, headers or {}, timeout_s or IDLE_TIMEOUT_S)
             except ssl.SSLCertVerificationError as error:
                 raise NetworkError(
                     f"TLS certificate of {self.url} is not valid: {error.verify_message}",
@@ -237,11 +245,12 @@ class OriginClient:
                 last = error
                 self.close()
             else:
-                if answer.status < http.client.INTERNAL_SERVER_ERROR:
+                busy = answer.status == http.client.TOO_MANY_REQUESTS
+                if answer.status < http.client.INTERNAL_SERVER_ERROR and not busy:
                     return answer
                 last = RefusedError(f"{answer.status}: {answer.reason}")
-                asked = answer.headers.get("retry-after")
-                pause = wire.parse_retry_after(asked, time.time()) or pause
+                asked = wire.parse_retry_after(answer.headers.get("retry-after"), time.time())
+                pause += min(asked or 0.0, RETRY_AFTER_CAP_S)
             if attempt + 1 < ATTEMPTS:
                 time.sleep(pause)
         raise NetworkError(
@@ -268,10 +277,13 @@ class OriginClient:
         connection.endheaders()
         sock = connection.sock
         if body is not None:
-            _send(sock, body)
+            most = IDLE_TIMEOUT_S + body.length / MINIMUM_RATE_BYTES_PER_S
+            with _within(sock, most, "taking the body"):
+                _send(sock, body)
         sock.settimeout(timeout_s)
-        response = connection.getresponse()
-        data = response.read(_MAX_ANSWER_BYTES)
+        with _within(sock, timeout_s, "the answer"):
+            response = connection.getresponse()
+            data = response.read(_MAX_ANSWER_BYTES)
         answer = Answer(response.status, {k.lower(): v for k, v in response.getheaders()}, data)
         if response.will_close or not response.isclosed():
             self.close()
@@ -293,6 +305,37 @@ class OriginClient:
             with contextlib.suppress(OSError):
                 self._connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return self._connection
+
+
+@contextlib.contextmanager
+def _within(sock: socket.socket, seconds: float, what: str) -> Iterator[None]:
+    """End the block after so long, also where a byte comes now and then.
+
+    Timeouts of a socket begin anew with each byte.
+
+    Raises:
+        TimeoutError: If the time was over; nothing that was read then counts.
+    """
+    over = threading.Event()
+
+    def end() -> None:
+        over.set()
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except (OSError, http.client.HTTPException) as error:
+        if over.is_set():
+            raise TimeoutError(f"{what} took over {seconds:g} s") from error
+        raise
+    finally:
+        timer.cancel()
+    if over.is_set():
+        raise TimeoutError(f"{what} took over {seconds:g} s")
 
 
 def _send(sock: socket.socket, body: Body) -> None:

@@ -643,6 +643,27 @@ def test_silence_at_a_fixed_offset_is_a_stall(count: int) -> None:
     assert got.transfer.offset == count
 
 
+def test_an_error_page_that_does_not_end_holds_nobody_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However patient the worker is with bodies; the connection is not used again."""
+    monkeypatch.setattr("shardcast.fetch._DRAIN_S", 0.1)
+
+    def page(request: Request) -> Iterable[Action]:
+        if server.connections == 1:
+            return [response(503, b"x", length=100), Gone()]
+        return drip(response(503, bytes(500)))
+
+    with (
+        ScriptedServer(page) as server,
+        BlobSource(server.url, with_config(read_timeout_s=600, header_timeout_s=600)) as source,
+    ):
+        for _ in range(2):
+            with pytest.raises(SourceStatusError, match="503"):
+                source.fetch(Transfer("policy", DIGEST, len(DATA), MemorySink()), Cancel())
+        assert server.connections == 2
+
+
 def test_silence_before_the_head_is_a_stall() -> None:
     fails(lambda request: [Gone()], StallError)
 
