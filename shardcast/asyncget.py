@@ -26,6 +26,8 @@ from shardcast.errors import LimitError, NetworkError, ShardcastError, StallErro
 
 _PIECE: Final = 64 * 1024
 _MAX_INTERIM: Final = 4
+_MAX_TRAILERS: Final = 64
+"""Header fields after a chunked body: nobody of us sends any."""
 _HAPPY_EYEBALLS_S: Final = 0.25
 """RFC 8305: how long the first address may take before the next is tried beside it."""
 
@@ -234,9 +236,10 @@ async def _chunked(reader: asyncio.StreamReader, limit: int, path: str) -> bytes
         body += await reader.readexactly(size)
         if await reader.readexactly(2) != b"\r\n":
             raise NetworkError(f"sends {path} with a malformed chunk")
-    while await reader.readuntil(b"\r\n") != b"\r\n":
-        pass
-    return bytes(body)
+    for _ in range(_MAX_TRAILERS):
+        if await reader.readuntil(b"\r\n") == b"\r\n":
+            return bytes(body)
+    raise NetworkError(f"sends {path} with trailers that do not end")
 
 
 def _is_hex(text: bytes) -> bool:

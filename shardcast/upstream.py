@@ -334,9 +334,9 @@ class HeadWatcher:
         await asyncio.gather(*(self._ask(source, wait_s=0) for source in self._sources))
 
     async def _watch_one(self, source: HeadSource) -> None:
-        failures = 0
+        failures = stale = 0
         while True:
-            asked, before = self._clock(), self._states[source.url]
+            asked, before, newest = self._clock(), self._states[source.url], self._after
             # Asked at once after a failure: a long poll of a server that is back tells it too late.
             known = source.url in self._last and before.live
             with self._slot(source.url, wanted=known) as held:
@@ -347,6 +347,10 @@ class HeadWatcher:
                 await self._sleep(self._backoff(failures, error))
                 continue
             failures = 0
+            stale = stale + 1 if changed and self._after == newest else 0
+            if stale > 1:  # other heads again and again, and none is new: not asked as one waits
+                await self._sleep(self._config.head_poll_s * self._rng.uniform(0.5, 1.0))
+                continue
             if known and not held:
                 if not changed:
                     await self._pause()
