@@ -77,7 +77,7 @@ class Prefetcher:
         while True:
             if failures:
                 cap = min(AGAIN_FIRST_S * 2.0**failures, AGAIN_CAP_S)
-                pause: float | None = random.uniform(cap / 2, cap)  # noqa: S311 - jitter
+                pause: float | None = random.uniform(0.0, cap)  # noqa: S311 - jitter
             else:
                 pause = LOOK_S
             try:

@@ -242,7 +242,7 @@ class SourceRoute:
             return None
         self._tried.clear()
         cap = min(sources.config.net.backoff_first_s * 2.0**self._rounds, PAUSE_CAP_S)
-        return sources.rng.uniform(cap / 2, cap)
+        return sources.rng.uniform(0.0, cap)
 
     def succeeded(self, choice: Choice, fetched: Fetched) -> None:
         """Rate the source."""

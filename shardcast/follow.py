@@ -205,7 +205,7 @@ class Follower:
         self._failures += 1
         self._emit_version(EventKind.ERROR, ref, error)
         cap = min(RETRY_FIRST_S * 2.0 ** min(self._failures, 16), RETRY_CAP_S)
-        self._resting = asyncio.ensure_future(self._rest(self._rng.uniform(cap / 2, cap)))
+        self._resting = asyncio.ensure_future(self._rest(self._rng.uniform(0.0, cap)))
 
     async def _rest(self, seconds: float) -> None:
         await self._sleep(seconds)
