@@ -90,8 +90,12 @@ def _signals(loop: asyncio.AbstractEventLoop, life: Life) -> Iterator[None]:
     """
     successors = Successors(loop, life.may_be_replaced)
 
+    told = False
+
     def stop() -> None:
-        (life.hurry if life.stopping.is_set() else life.stopping).set()
+        nonlocal told
+        (life.hurry if told else life.stopping).set()
+        told = True
 
     actions = {signal.SIGTERM: stop, signal.SIGINT: stop, signal.SIGUSR2: successors.start}
     installed = []

@@ -16,7 +16,7 @@ stop accepting, and only when the successor accepts does it leave::
 
 If the connection ends before ``accepting``, the predecessor goes on as if nothing had been. If it
 ends after ``ready`` at the successor's side, the predecessor has died and the successor goes on.
-Messages are JSON objects, one a packet. docs/adr has the alternatives.
+Messages are JSON objects, one a packet. docs/adr/0011 has the alternatives.
 """
 
 from __future__ import annotations

@@ -82,14 +82,17 @@ class Keeper:
         Raises:
             BusyError: If another process has it for longer than ``wait_s``; names that process.
         """
-        deadline = self._clock() + wait_s
+        deadline, told = self._clock() + wait_s, False
         while self.state is Keeping.WAITING:
             try:
                 if not self._lock.held:  # it is after a look that failed
                     await in_thread(self._lock.acquire)
-            except BusyError:
+            except BusyError as error:
                 if self._clock() >= deadline:
                     raise
+                if not told:
+                    log.info("waiting until this may be changed: %s", error.message)
+                    told = True
                 await asyncio.sleep(POLL_S)
                 continue
             except DiskError as error:

@@ -382,7 +382,7 @@ async def test_an_upload_goes_on_at_the_successor(tmp_path: Path) -> None:
 
 
 async def test_both_addresses_of_a_host_are_handed_over(tmp_path: Path) -> None:
-    hosts = sorted({info[4][0] for info in socket.getaddrinfo("localhost", 80)})
+    hosts = sorted({str(info[4][0]) for info in socket.getaddrinfo("localhost", 80)})
     arguments = options(tmp_path / "o", listen=f"localhost:{free_port()}")
     async with line(tmp_path / "log", *arguments) as relay:
 
