@@ -98,6 +98,7 @@ async def test_a_long_poll_says_after_and_wait(ask: Ask) -> None:
         (chunks(b"3\r\nabcd\r\n0\r\n\r\n"), NetworkError, "malformed chunk"),
         (chunks(b"ffffffff\r\n"), LimitError, "over its limit"),
         (chunks(b"3\r\nab"), NetworkError, "within its answer"),
+        (chunks(b"0\r\n" + b"a: b\r\n" * 100 + b"\r\n"), NetworkError, "do not end"),
         (chunks(b"3" * 70_000), NetworkError, "endless line"),
         (chunks(b"0\r\n\r\n", "gzip, chunked"), NetworkError, "unclear"),
         (chunks(b"0\r\n\r\n", "chunked\r\nContent-Length: 3"), NetworkError, "unclear"),
@@ -338,6 +339,22 @@ async def test_a_new_head_is_handed_on_at_once_from_whoever_has_it_first() -> No
         await task
     states = watch.watcher.states
     assert all(states[url].live and states[url].depth == 1 for url in "ab")
+
+
+async def test_a_source_of_ever_other_heads_that_are_not_new_is_not_asked_all_the_time() -> None:
+    """It answers long polls at once, with old heads in turn: each one differs from the last."""
+
+    @dataclass
+    class Turning(FakeSource):
+        async def head(self, run: str, *, after: int | None = None, wait_s: int = 0) -> HeadAnswer:
+            self.asked.append((self.clock.now, after))
+            await self.clock.sleep(0.001)
+            return HeadAnswer(b"%d" % (3 + len(self.asked) % 2), 1, "node", self.url)
+
+    clock = FakeClock()
+    good, turning = FakeSource("a", clock, 9), Turning("b", clock)
+    await Watch(clock, good, turning).until(60)
+    assert len(turning.asked) < 70  # a second or two each; without pauses 60,000
 
 
 async def test_a_server_that_waits_is_asked_once_per_wait() -> None:
