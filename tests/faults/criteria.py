@@ -31,6 +31,9 @@ _PIECE: Final = 1 << 20
 Truth = Callable[[int], Mapping[str, str] | None]
 """The digest of each file of a version, by path; None for a version that nobody published."""
 
+Digester = Callable[[Path], str]
+"""Hashes a file of a version; another one than BLAKE3 where files are too large for that."""
+
 
 def published(run: FakeRun) -> Truth:
     """What a run in memory published, also later than now."""
@@ -46,7 +49,16 @@ def published(run: FakeRun) -> Truth:
     return truth
 
 
-def directories(versions: Mapping[int, Path]) -> Truth:
+def digest_of_file(path: Path) -> str:
+    """BLAKE3 of a file's bytes."""
+    hasher = blake3()
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE):
+            hasher.update(piece)
+    return hasher.hexdigest()
+
+
+def directories(versions: Mapping[int, Path], digest: Digester = digest_of_file) -> Truth:
     """What real directories were published as; more may be added to the mapping."""
     known: dict[int, dict[str, str]] = {}
 
@@ -55,19 +67,10 @@ def directories(versions: Mapping[int, Path]) -> Truth:
             return None
         if version not in known:
             root = versions[version]
-            known[version] = {name: digest_of_file(root / name) for name in _files(root)}
+            known[version] = {name: digest(root / name) for name in _files(root)}
         return known[version]
 
     return truth
-
-
-def digest_of_file(path: Path) -> str:
-    """BLAKE3 of a file's bytes."""
-    hasher = blake3()
-    with path.open("rb") as file:
-        while piece := file.read(_PIECE):
-            hasher.update(piece)
-    return hasher.hexdigest()
 
 
 def _files(root: Path) -> list[str]:
@@ -94,12 +97,13 @@ class _Watch:
     from the last look.
     """
 
-    def __init__(self, truth: Truth) -> None:
+    def __init__(self, truth: Truth, digest: Digester) -> None:
         self.problems: list[str] = []
         self.looks = 0
         self.spoiled: set[Path] = set()
         self.roots: list[Path] = []
         self._truth = truth
+        self._digest = digest
         self._seen: dict[Path, tuple[int, int, int]] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -130,7 +134,8 @@ class _Watch:
         with suppress(FileNotFoundError, NotADirectoryError):
             for entry in list(os.scandir(root / "blobs")):
                 if entry.name.endswith(".bin") and not entry.name.startswith("."):
-                    self._file(Path(entry.path), entry.name.removesuffix(".bin"))
+                    name = entry.name.removesuffix(".bin")
+                    self._file(Path(entry.path), name, digest_of_file)
         self._current(root)
 
     def _version(self, directory: Path) -> None:
@@ -147,7 +152,7 @@ class _Watch:
             return
         for name, digest in truth.items():
             try:
-                self._file(directory / name, digest)
+                self._file(directory / name, digest, self._digest)
             except FileNotFoundError:
                 self._wrong(f"{directory / name} went while it had its name", directory, inode)
 
@@ -157,14 +162,14 @@ class _Watch:
             if os.stat(directory).st_ino == inode and what not in self.problems:
                 self.problems.append(what)
 
-    def _file(self, path: Path, digest: str) -> None:
+    def _file(self, path: Path, digest: str, digester: Digester) -> None:
         if path in self.spoiled:
             return
         info = os.stat(path)
         signature = info.st_ino, info.st_size, info.st_mtime_ns
         if self._seen.get(path) == signature:
             return
-        found = digest_of_file(path)
+        found = digester(path)
         if found != digest and path not in self.spoiled:
             self.problems.append(f"{path} holds {info.st_size} bytes {found}, not {digest}")
         self._seen[path] = signature
@@ -180,9 +185,10 @@ class _Watch:
 class Verdict:
     """Collects what a case shows. Made by ``criteria``."""
 
-    def __init__(self, truth: Truth) -> None:
+    def __init__(self, truth: Truth, digest: Digester = digest_of_file) -> None:
         self._truth = truth
-        self._watch = _Watch(truth)
+        self._digest = digest
+        self._watch = _Watch(truth, digest)
         self._judged: set[str] = set()
         self._served = 0
 
@@ -251,7 +257,7 @@ class Verdict:
 
     def recovered(self, out: Path, version: int) -> None:
         """The same process has got the version."""
-        assert_version(out, self._truth, version)
+        assert_version(out, self._truth, version, self._digest)
         self._judged.add("e")
 
     def waive(self, criterion: str, why: str) -> None:
@@ -268,20 +274,22 @@ class Verdict:
         assert not missing, f"criteria not judged: {sorted(missing)}"
 
 
-def assert_version(out: Path, truth: Truth, version: int) -> None:
+def assert_version(
+    out: Path, truth: Truth, version: int, digest: Digester = digest_of_file
+) -> None:
     """``current`` names the version, and its files are the published ones."""
     directory = (out / "current").resolve(strict=True)
     assert int(directory.name) == version, f"current is {directory}, not version {version}"
     expected = truth(version)
     assert expected is not None
-    found = {name: digest_of_file(directory / name) for name in _files(directory)}
+    found = {name: digest(directory / name) for name in _files(directory)}
     assert found == expected, f"{directory} holds {found} instead of {expected}"
 
 
 @contextmanager
-def criteria(truth: Truth) -> Iterator[Verdict]:
+def criteria(truth: Truth, digest: Digester = digest_of_file) -> Iterator[Verdict]:
     """Watch while the block runs; at its end each criterion was judged, or the test fails."""
-    verdict = Verdict(truth)
+    verdict = Verdict(truth, digest)
     verdict._watch.start()
     try:
         yield verdict
