@@ -181,7 +181,7 @@ async def test_siblings_that_disagree_about_owners(
 
                 async def live(url: str = url, known: int = known) -> bool:
                     found = (await status_of(url))["siblings"]
-                    return sum(sibling["live"] for sibling in found) == known
+                    return bool(sum(sibling["live"] for sibling in found) == known)
 
                 await eventually(live)
             origin.serve(make_head(VERSION), VERSION)

@@ -15,6 +15,7 @@ from relay.routes import SourceRoute, Sources
 from relay.siblings import Siblings, owner_of
 from shardcast.errors import MalformedError, NetworkError, SourceStatusError, UsageError
 from shardcast.protocol.limits import MAX_DEPTH
+from shardcast.protocol.wire import parse_path
 from shardcast.upstream import UpstreamState
 
 
@@ -194,6 +195,36 @@ def test_place_in_the_tree(
     parents = place(tmp_path, **states)
     assert parents.depth == depth
     assert parents.nearer == {f"http://{name}" for name in nearer}
+
+
+def test_a_parent_that_is_reached_through_this_relay_leads_nowhere(tmp_path: Path) -> None:
+    me, near, far = "f" * 32, "a" * 32, "b" * 32
+    behind = UpstreamState(live=True, depth=2, node=far, path=(near, me, far))
+    above = UpstreamState(live=True, depth=0, node=near, path=(near,))
+    parents = place(tmp_path, behind=behind, above=above)
+    assert (parents.depth, set(parents.nearer)) == (1, {"http://above"})
+    assert parents.place.path == (near, me)
+    parents = place(tmp_path, behind=behind, above=DEAD)
+    assert (parents.depth, parents.nearer, parents.place.path) == (MAX_DEPTH, frozenset(), (me,))
+    assert [parent["loop"] for parent in parents.report()] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("header", "path"),
+    [
+        (None, ()),
+        ("", ()),
+        ("ab" * 16, ("ab" * 16,)),
+        (f"{'ab' * 16}, {'cd' * 16}", ("ab" * 16, "cd" * 16)),
+        ("ab" * 16 + ",", ()),
+        ("AB" * 16, ()),
+        (",".join(["ab" * 32] * 16), ("ab" * 32,) * 16),
+        (",".join(["ab" * 16] * 17), ()),
+        ("a" * 100_000, ()),
+    ],
+)
+def test_paths(header: str | None, path: tuple[str, ...]) -> None:
+    assert parse_path(header) == path
 
 
 def test_two_relays_that_are_each_others_parents_climb_until_neither_takes_the_other() -> None:
