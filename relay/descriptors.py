@@ -14,6 +14,7 @@ _BASE: Final = 24
 """Standard streams, event loop, listeners, logs, libraries."""
 _PER_FILL: Final = 3
 """A fill has a connection, a file and a lease on its version's directory."""
+_MOST_FILLS: Final = 16
 _FEW: Final = 1024
 
 
@@ -28,6 +29,7 @@ class Budget:
         fills: Blobs fetched at once from parents; as many again from siblings.
         connections: Clients' connections; each takes one, and one more while a blob is sent.
         refused: Connections over that number that are told so.
+        leases: Versions that are leased for long.
     """
 
     descriptors: int
@@ -35,21 +37,17 @@ class Budget:
     fills: int
     connections: int
     refused: int
+    leases: int
 
 
 def share_out(descriptors: int) -> Budget:
     """Share descriptors out; an eighth is for directories (``shardcast.store.descriptors``). Pure."""
-    polls = max(4, descriptors // 12)
-    fills = max(2, descriptors // 32)
-    left = (
-        descriptors
-        - _BASE
-        - max(8, descriptors // 8)
-        - polls * 3 // 2
-        - 2 * _PER_FILL * min(fills, 16)
-    )
+    directories, polls = max(8, descriptors // 8), max(4, descriptors // 10)
+    fills, leases = max(2, descriptors // 32), max(4, min(1024, descriptors // 16))
+    left = descriptors - _BASE - directories - polls - leases
+    left -= 2 * _PER_FILL * min(fills, _MOST_FILLS)
     refused = max(2, left // 8)
-    return Budget(descriptors, polls, fills, max(16, (left - refused) // 2), refused)
+    return Budget(descriptors, polls, fills, max(16, (left - refused) // 2), refused, leases)
 
 
 def budget() -> Budget:

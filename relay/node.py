@@ -19,9 +19,9 @@ from relay.keeping import Keeper, Keeping
 from relay.metrics import Metrics
 from relay.pacing import Pacer
 from relay.parents import Parents, Place
+from relay.readers import Leases, Readers
 from relay.respond import Identity
 from relay.routes import Sources
-from relay.readers import Readers
 from relay.runs import Opened, RelayRun
 from relay.siblings import Siblings
 from relay.targets import SpareTarget, target_for
@@ -104,6 +104,7 @@ class Node:
         self.identity = Identity(node=node, via=f"1.1 shardcast-{node[:12]}")
         self.metrics = Metrics()
         self.budget = budget()
+        self._leases = Leases(self.budget.leases)
         self.admission = Admission(config.limits, self.budget, clock, config.trusted_proxies)
         self.pacer = Pacer.limiting(
             config.limit_rate_bytes_per_s, config.limit_rate_client_bytes_per_s, loop
@@ -153,7 +154,7 @@ class Node:
             readers = Readers(
                 self.clock,
                 self.config.limits.recent_s,
-                lease=self.config.origin and self.config.depth is None,
+                leases=self._leases if self.config.origin and self.config.depth is None else None,
             )
             run = self.runs[store.run] = RelayRun(store, self.clock, readers)
             run.on_change.append(lambda: self._head_changed(run))

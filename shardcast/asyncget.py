@@ -68,8 +68,8 @@ class HttpSession:
             config: Timeouts.
             headers: Sent with every request.
             tls: For https; None means the system's certificates.
-            most: Connections to one server that may be used at once, further requests wait, and
-                half as many that may lie idle. None: any number.
+            most: Connections to one server, in use or idle; further requests wait. None: any
+                number.
         """
         self._config = config
         self._most = most
@@ -184,10 +184,9 @@ class HttpSession:
         return None
 
     def _put(self, endpoint: Endpoint, line: _Line, *, keep: bool) -> None:
-        idle = self._idle.setdefault(endpoint.url, [])
-        if keep and (self._most is None or len(idle) < max(1, self._most // 2)):
+        if keep:
             line.idle_since = time.monotonic()
-            idle.append(line)
+            self._idle.setdefault(endpoint.url, []).append(line)
         else:
             line.writer.transport.abort()
 

@@ -158,7 +158,8 @@ def test_descriptors_are_enough_for_all_at_once(descriptors: int) -> None:
     taken = (
         2 * budget.connections  # each, and a file while it is sent
         + budget.refused
-        + budget.polls * 3 // 2
+        + budget.polls
+        + budget.leases
         + 2 * 3 * min(budget.fills, Limits().fill_threads)
         + min(512, max(8, descriptors // 8))  # idle directories
         + 24
