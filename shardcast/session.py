@@ -8,18 +8,18 @@ returns, and leaves verified shards and a consistent directory behind.
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, TypeVar
 
 from shardcast import deadline
+from shardcast.activating import Activator
 from shardcast.cancel import Cancel
 from shardcast.config import NetConfig
 from shardcast.documents import DocumentFetcher
@@ -46,9 +46,6 @@ from shardcast.pulling import FetchPool
 from shardcast.scans import Scans
 from shardcast.schedule import Notice
 from shardcast.selector import Selector
-from shardcast.store.files import atomic_write
-from shardcast.store.recycling import worthwhile
-from shardcast.store.retention import Held, Keep, choose_evictions, collect
 from shardcast.store.run import RunStore
 from shardcast.store.stored import Durability, StoredVersion
 from shardcast.upstream import HeadSource, HeadWatcher, UpstreamState
@@ -124,7 +121,15 @@ class Obtained:
 
 
 class WorkerSession:
-    """An open OUT. Made by ``shardcast.joining.open_worker``."""
+    """An open OUT. Made by ``shardcast.joining.open_worker``.
+
+    Attributes:
+        options: What the worker was told.
+        store: The run's directory.
+        keeper: Judges heads.
+        activator: Commits and evicts.
+        emit: Takes events.
+    """
 
     def __init__(
         self,
@@ -153,7 +158,7 @@ class WorkerSession:
         self._effort = Effort(store)
         self._watcher: HeadWatcher | None = None
         self._failures: dict[str, ShardcastError] = {}
-        self._recycling = False
+        self.activator = Activator(options, store, keeper, self._scans, self._documents)
 
     def _new_selector(self) -> Selector[str]:
         config = self.options.config
@@ -360,8 +365,8 @@ class WorkerSession:
         Raises:
             DiskError: If the commit fails; the old version stays current then.
         """
-        ref = ready.ref
-        path = await self.in_thread(lambda _: self._commit(ref, frozenset(busy)))
+        number = ready.ref.version
+        path = await self.in_thread(lambda _: self.activator.commit(number, frozenset(busy)))
         await self.announce(ready, path)
         return path
 
@@ -370,85 +375,12 @@ class WorkerSession:
 
         Who leads remembers that its hook has run: one that was killed before it runs it later.
         """
-        self.emit_version(EventKind.COMMITTED, ready.ref, path, ready.bytes_fetched)
-        if self.options.on_update is not None:
-            await self._run_hook(self.options.on_update, ready.ref, path)
-            if self.keeper.remembers:
-                number = b"%d\n" % ready.ref.version
-                await self.in_thread(lambda _: atomic_write(self._hooked, number, sync=False))
-
-    def missed(self, number: int) -> bool:
-        """Say whether the hook ran for an earlier version last: it was killed before this one's."""
-        if self.options.on_update is None:
-            return False
-        try:
-            return int(self._hooked.read_bytes()) != number
-        except (OSError, ValueError):
-            return False
-
-    @property
-    def _hooked(self) -> Path:
-        return self.store.root / "state" / "hooked"
-
-    def _commit(self, ref: VersionRef, busy: frozenset[int]) -> Path:
-        store, number = self.store, ref.version
-        with self._leased(number):
-            store.commit(number, self.options.durability)
-            self._scans.remember(number)
-            if store.current() != number:
-                store.switch_current(number)
-        self._evict(number, busy)
-        return Path(os.path.abspath(store.version_directory(number)))
-
-    def _leased(self, number: int) -> AbstractContextManager[None]:
-        """Keep a version from being given up for room while it is committed."""
-        stored = self.store.stored(number)
-        return nullcontext() if stored is None else stored.lease()
-
-    def recycle(self) -> None:
-        """From now on keep the files of evicted versions for the next one, where that pays.
-
-        Not where this directory is served, or ever was: bytes that ``sendfile`` took may wait in a
-        socket as the file's own pages, and overwriting them changes what the neighbour receives.
-        """
-        self._recycling = self.options.recycle and worthwhile(self.store.root)
-
-    async def tidy(self, current: int) -> None:
-        """Evict what is over beside a version that is current already."""
-        await self.in_thread(lambda _: self._evict(current, frozenset()))
-
-    def _evict(self, current: int, busy: frozenset[int]) -> None:
-        """Keep the newest versions; drop what this one superseded. Readers go first."""
-        store = self.store
-        held = [Held(number=n, bytes=0, age_ms=0) for n in store.committed()]
-        over = choose_evictions(held, Keep(count=self.options.keep), {current, *busy})
-        accepted = self.keeper.accepted
-        withdrawn = accepted.head.withdrawn if accepted is not None else []
-        stale = [n for n in store.staged() if n not in busy and (n < current or n in withdrawn)]
-        gone = [*stale, *over]
-        served = (store.root / "state" / "serve").exists()
-        spare = self.options.keep if self._recycling and not served else None
-        if not self._documents.acquire(blocking=False):
-            for n in gone:  # documents of another version are just coming: none is removed now
-                store.evict(n, spare_within=spare)
+        ref, hook = ready.ref, self.options.on_update
+        self.emit_version(EventKind.COMMITTED, ref, path, ready.bytes_fetched)
+        if hook is None:
             return
         try:
-            # A head that cannot be read is replaced by the next one; then this works again.
-            with suppress(MalformedError):
-                collect(store, gone, spare_within=spare)
-        finally:
-            self._documents.release()
-
-    async def _run_hook(self, hook: UpdateHook, ref: VersionRef, path: Path) -> None:
-        variables = {
-            "SHARDCAST_RUN": self.options.run,
-            "SHARDCAST_VERSION": str(ref.version),
-            "SHARDCAST_STEP": "" if ref.step is None else str(ref.step),
-            "SHARDCAST_MANIFEST": ref.manifest,
-            "SHARDCAST_PATH": str(path),
-        }
-        try:
-            await self.in_thread(lambda cancel: hook.run(variables, cancel))
+            await self.in_thread(lambda cancel: self.activator.run_hook(hook, ref, path, cancel))
         except EngineError as error:
             self.emit(
                 WorkerEvent(
@@ -461,6 +393,12 @@ class WorkerSession:
                     error=error,
                 )
             )
+        if self.keeper.remembers:
+            await self.in_thread(lambda _: self.activator.note_hook(ref.version))
+
+    async def tidy(self, current: int) -> None:
+        """Evict what is over beside a version that is current already."""
+        await self.in_thread(lambda _: self.activator.tidy(current))
 
     async def whole(self, number: int) -> bool:
         """Say whether a committed version is whole; hash it if something may have changed it."""
@@ -533,8 +471,7 @@ class WorkerSession:
 
     def close(self) -> None:
         """Close sockets and files. Nothing may be running any more."""
-        if self._recycling:
-            self.store.spares.drop()
+        self.activator.close()
         for source in self._sources.values():
             source.close()
         self.store.close()

@@ -16,9 +16,8 @@ from __future__ import annotations
 import asyncio
 import queue
 import ssl
-import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +37,7 @@ from shardcast.errors import (
 from shardcast.events import EventKind, Observer, WorkerEvent
 from shardcast.follow import Follower
 from shardcast.hooks import UpdateHook
+from shardcast.iterating import FollowThread
 from shardcast.joining import Guest, Updated, lock_of, open_worker, ref_of
 from shardcast.protocol import trust
 from shardcast.protocol.digest import is_digest
@@ -413,7 +413,7 @@ class Worker:
         updated: Updated,
         seen: int | None,
     ) -> None:
-        session.recycle()
+        session.activator.recycle()
         current = await self._current(session)
         if current is not None:
             await self._finish(session, current, updated, seen)
@@ -443,7 +443,7 @@ class Worker:
         number, manifest = current
         await session.tidy(number)
         stored = session.store.stored(number)
-        if stored is not None and number != seen and session.missed(number):
+        if stored is not None and number != seen and session.activator.missed(number):
             ready, path = Obtained(ref_of(stored, manifest), stored, 0), stored.directory.absolute()
             await session.announce(ready, path)
             updated(ready, path, None)
@@ -467,7 +467,7 @@ class Worker:
             ShardcastError: As ``follow``.
         """
         box: queue.Queue[Update | BaseException] = queue.Queue()
-        following = _FollowThread(self.follow, box)
+        following = FollowThread(self.follow, box)
         following.start()
         try:
             while True:
@@ -491,46 +491,6 @@ async def _watching(session: WorkerSession) -> AsyncIterator[asyncio.Task[None]]
     finally:
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
-
-
-class _FollowThread(threading.Thread):
-    """Runs ``follow`` in an event loop of its own."""
-
-    def __init__(
-        self,
-        follow: Callable[[], AsyncIterator[Update]],
-        box: queue.Queue[Update | BaseException],
-    ) -> None:
-        super().__init__(name="follow", daemon=True)
-        self._follow = follow
-        self._box = box
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._task: asyncio.Task[None] | None = None
-        self._entered = threading.Event()
-
-    def run(self) -> None:
-        try:
-            asyncio.run(self._main())
-        except asyncio.CancelledError:
-            pass
-        except BaseException as error:
-            self._box.put(error)
-        finally:
-            self._entered.set()
-
-    async def _main(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._task = asyncio.current_task()
-        self._entered.set()
-        async for update in self._follow():
-            self._box.put(update)
-
-    def stop(self) -> None:
-        self._entered.wait()
-        if self._loop is not None and self._task is not None:
-            with suppress(RuntimeError):  # the loop has ended by itself
-                self._loop.call_soon_threadsafe(self._task.cancel)
-        self.join()
 
 
 def _update(ready: Obtained, path: Path, head: Head | None) -> Update:
