@@ -392,7 +392,7 @@ class HeadWatcher:
         asked_for = error.retry_after if isinstance(error, SourceStatusError) else None
         # A refused head stays refused: no hurry to see it again.
         least = 0.0 if isinstance(error, NetworkError) else config.head_poll_s
-        return max(pause, least, min(asked_for or 0.0, config.retry_after_cap_s))
+        return max(pause, least) + min(asked_for or 0.0, config.retry_after_cap_s)
 
     async def _ask(self, source: HeadSource, *, wait_s: int) -> tuple[bool, ShardcastError | None]:
         """Ask once; return whether the head changed, and what went wrong."""
