@@ -24,7 +24,7 @@ time and with the rests of a dead one: what it sends is verified anyway, and a f
 only source must not end a pull. If that one request gives good bytes, the ban is over.
 
 Pure: clock and random numbers come from outside. How it does against the original rule is
-simulated in tests/simulation.py; docs/adr/0007 has the figures.
+simulated in tests/simulation.py; docs/adr/0012 has the figures.
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ class Selector(Generic[Key]):
             source.failures += 1
             doublings = min(source.failures - 1, 16)
             cap = min(self._rest_first_s * 2.0**doublings, self._rest_cap_s)
-            rest = max(self._rng.uniform(0.0, cap), retry_after or 0.0)
+            rest = (retry_after or 0.0) + self._rng.uniform(0.0, cap)
             source.rest_until = max(source.rest_until, now + rest)
             source.probe_at_pick = self._picks + PROBE_SHARE
             source.in_flight = max(source.in_flight - 1, 0)

@@ -74,7 +74,7 @@ class Verdicts:
             rest = 0.0
             if self._busy[source] >= _BUSY_IN_ROW:
                 longest = min(_BUSY_REST_S, self._config.backoff_cap_s)
-                rest = retry_after(error, self._config) or self._rng.uniform(0.0, longest)
+                rest = (retry_after(error, self._config) or 0.0) + self._rng.uniform(0.0, longest)
             self._selector.dropped(source, rest_s=rest)
         else:
             self._selector.failed(source, retry_after=retry_after(error, self._config))

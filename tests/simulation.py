@@ -3,7 +3,7 @@
 Sources share their rate among their requests, fail in a way of their own, and change over time; a
 pull runs over them with as many threads as a worker has. An hour of faults takes milliseconds and
 is the same for the same seed. ``tests/unit/worker/test_simulation.py`` holds the gates;
-``python -m tests.simulation`` prints the comparison of docs/adr/0007.
+``python -m tests.simulation`` prints the comparison of docs/adr/0012.
 
 The original rule is written down here from what SHARDCAST 0.3.2 does: a relay is drawn in
 proportion to success rate times bandwidth; both are moving averages with weight 0.3 of the newest;
