@@ -3,7 +3,8 @@
 Writing to pages that a file has already costs a third of writing to fresh ones, and freeing them
 costs as much again (docs/adr/0008). But an inode may be overwritten only when nothing can read
 it any more. A file becomes a *spare* when its version is evicted: it is renamed to
-``state/spare/``, after the version's journal is gone. It is *claimed* for a staged version only if
+``state/spare/``, after the version's journal is gone, and that is made durable before the first
+byte is overwritten. It is *claimed* for a staged version only if
 
 - it has one link, and it is a regular file;
 - the kernel grants a write lease on it, which it does only while no other process and no other
@@ -31,7 +32,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
-from shardcast.store.files import file_system_of
+from shardcast.store.files import file_system_of, fsync_directory
 
 FILE_SYSTEMS: Final = frozenset({"tmpfs", "ext4"})
 """Where overwriting was measured to be cheaper than fresh blocks, and a lease sees every mapping.
@@ -132,12 +133,27 @@ class Spares:
                 sizes[name] = os.stat(self._directory / name, follow_symlinks=False).st_size
         lacking = {p: n for p, n in wanted.items() if not os.path.lexists(directory / p)}
         claimed: dict[str, str] = {}
-        for path, name in match(lacking, sizes).items():
+        chosen = match(lacking, sizes)
+        if chosen and not self._eviction_is_durable():
+            chosen = {}
+        for path, name in chosen.items():
             with contextlib.suppress(OSError):
                 if self._claim(self._directory / name, directory / path, wanted[path]):
                     claimed[path] = name
         self.drop()
         return claimed
+
+    def _eviction_is_durable(self) -> bool:
+        """Put the renames that led here on stable storage, and with them all that came before.
+
+        Else a power cut could undo them after the first bytes were overwritten, and the evicted
+        version would be back under its name with bytes of another one.
+        """
+        try:
+            fsync_directory(self._directory)
+        except OSError:
+            return False
+        return True
 
     def drop(self) -> None:
         """Remove every spare; readers that still have one keep its bytes."""

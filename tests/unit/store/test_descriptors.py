@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from shardcast.errors import DiskError
+from shardcast.errors import BusyError, DiskError
 from shardcast.protocol.manifest import Version
 from shardcast.store.descriptors import SHARED, DescriptorPool, PooledDescriptor, affordable
 from shardcast.store.journal import ShardJournal, parse_journal
@@ -173,7 +173,7 @@ def test_another_directory_of_the_same_name_is_not_taken_for_it(
     assert not stored.alive
     with pytest.raises(DiskError):
         stored.open_file(1)
-    with pytest.raises(OSError, match="taken its place"):
+    with pytest.raises(BusyError, match="evicted"):
         stored.acquire_lease()
     assert not stored.confirm(0)
 

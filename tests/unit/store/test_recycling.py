@@ -252,6 +252,37 @@ def test_where_it_pays(tmp_path: Path) -> None:
     assert not worthwhile(tmp_path / "nowhere")
 
 
+def test_nothing_is_overwritten_before_the_eviction_is_durable(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut must not bring a version back under its name with other bytes in it."""
+    spares = a_spare(place)
+    done: list[str] = []
+    rename = os.rename
+
+    def failing(path: Path) -> None:
+        done.append(f"fsync {path.name}")
+        raise OSError(5, "Input/output error")
+
+    def renamed(source: Path, target: Path) -> None:
+        done.append(f"rename to {target.name}")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", renamed)
+    monkeypatch.setattr(recycling, "fsync_directory", failing)
+    assert spares.claim(place / "staged", {"model": MIB}) == {}
+    assert done == ["fsync spare"]
+    assert spares.names() == []
+    monkeypatch.setattr(recycling, "fsync_directory", lambda path: done.append("fsync"))
+    version = place / "second"
+    version.mkdir()
+    (version / "model").write_bytes(b"o" * MIB)
+    spares.keep(version, ["model"])
+    del done[:]
+    assert spares.claim(place / "staged", {"model": MIB})
+    assert done == ["fsync", "rename to model"]
+
+
 # --- a version's end --------------------------------------------------------------------------
 
 
