@@ -125,4 +125,4 @@ def measure(settings: Settings) -> Report:
 
 
 if __name__ == "__main__":
-    main(measure, name="recycle", full=Size(1000 * MB, 8), quick=Size(500 * MB, 5))
+    main(measure, name="recycle", full=Size(1000 * MB, 8), quick=Size(500 * MB, 4))
