@@ -139,6 +139,7 @@ class Prefetcher:
         stored = run.stored.get(version.number)
         if stored is None or not stored.alive:
             stored = await self._stage(version)
+            self._looked.add(version.number)  # there is nothing yet
         stored.update(version)
         await self._look_at(stored)
         if stored.complete:
@@ -181,11 +182,9 @@ class Prefetcher:
             return
         self._looked.add(number)
         claims = {(number, shard) for shard in stored.missing()} - self._run.claims
-        if len(claims) != len(stored.missing()):
-            return  # some are on their way: nobody has lost anything
         self._run.claims |= claims
         try:
-            await in_thread(partial(salvage, stored))
+            await in_thread(partial(salvage, stored, [shard for _, shard in claims]))
         finally:
             self._run.claims -= claims
 

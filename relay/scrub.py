@@ -164,7 +164,7 @@ class Scrubber:
         claims = {(stored.version.number, shard) for shard in stored.missing()} - run.claims
         run.claims |= claims
         try:
-            found = await in_thread(partial(salvage, stored))
+            found = await in_thread(partial(salvage, stored, [shard for _, shard in claims]))
         except ShardcastError as error:
             log.error("run %s: %s", run.name, error)
             return

@@ -9,6 +9,7 @@ hole, reserved space) is not looked at.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
 from shardcast.errors import ShardcastError
 from shardcast.hashing import ShardJob, hash_shards
@@ -18,10 +19,12 @@ from shardcast.store.stored import StoredVersion
 log = logging.getLogger("shardcast.salvage")
 
 
-def salvage(stored: StoredVersion) -> int:
+def salvage(stored: StoredVersion, shards: Iterable[int] | None = None) -> int:
     """Record the shards of a version that are missing and yet good on disk. Blocking.
 
-    Nobody may write to those shards meanwhile.
+    Args:
+        stored: The version.
+        shards: Look at these only; nobody may write to them meanwhile. None: all that are missing.
 
     Returns:
         How many were recorded. A file that is gone, short or unreadable gives none of its own.
@@ -31,7 +34,7 @@ def salvage(stored: StoredVersion) -> int:
     """
     version = stored.version
     by_file: dict[int, list[Extent]] = {}
-    for shard in stored.missing():
+    for shard in stored.missing() if shards is None else sorted(shards):
         extent = version.layout.extent(shard)
         if not stored.written(shard):
             continue
