@@ -22,7 +22,7 @@ from tests.faults.trees import Node, count_of, get, has_all, path_of, pulled, st
 
 pytestmark = pytest.mark.fault(18)
 
-VERSION = make_version(1, {"model": noise(12 * SHARD)})
+VERSION = make_version(1, {"model": noise(24 * SHARD)})
 BLOB = VERSION.shards[0]
 DATA = VERSION.blobs[BLOB]
 
