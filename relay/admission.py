@@ -75,8 +75,9 @@ def forwarded_client(values: Sequence[str], trusted: Sequence[Network]) -> str |
 class Quota:
     """Places that clients share; no number of greedy ones keeps another one out.
 
-    A client gets a place while it holds fewer than are free (dynamic thresholds, Choudhury and
-    Hahne 1998): k greedy clients hold 1 / (k + 1) of all each, and as much stays free.
+    A client gets a place while it holds fewer than twice as many as are free (dynamic thresholds,
+    Choudhury and Hahne 1998): k greedy clients hold 2 / (2 k + 1) of all each, and half as much
+    as one of them stays free.
     """
 
     def __init__(self, most: int, most_per_client: int) -> None:
@@ -107,7 +108,7 @@ class Quota:
             limited: False for who stands for many clients: only the total counts.
         """
         held, free = self._by_client.get(client, 0), self.most - self._taken
-        if free <= 0 or (limited and held >= min(self._most_per_client, free)):
+        if free <= 0 or (limited and held >= min(self._most_per_client, 2 * free)):
             return False
         self._taken += 1
         self._by_client[client] += 1

@@ -42,7 +42,7 @@ class Budget:
 
 def share_out(descriptors: int) -> Budget:
     """Share descriptors out; an eighth is for directories (``shardcast.store.descriptors``). Pure."""
-    directories, polls = max(8, descriptors // 8), max(4, descriptors // 10)
+    directories, polls = max(8, descriptors // 8), max(4, descriptors // 16)
     fills, leases = max(2, descriptors // 32), max(4, min(1024, descriptors // 16))
     left = descriptors - _BASE - directories - polls - leases
     left -= 2 * _PER_FILL * min(fills, _MOST_FILLS)

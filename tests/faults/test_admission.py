@@ -235,7 +235,8 @@ async def test_greedy_addresses_leave_connections_for_others(tmp_path: Path) -> 
                 assert answer["Connection"] == "close"
                 refused += 1
         assert refused == 120 - sum(held.values())
-        assert set(held.values()) == {10}  # 40 / (3 + 1)
+        assert set(held.values()) <= {11, 12}  # 2 / (2 * 3 + 1) of 40 each
+        assert sum(held.values()) <= 35
         await asyncio.gather(*(everything(url, f"127.0.0.{90 + n}") for n in range(5)))
         assert await metric(url, "shardcast_refused_connections_total") == refused
 

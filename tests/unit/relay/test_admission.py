@@ -110,15 +110,15 @@ def test_places_are_counted_in_all_and_by_client() -> None:
 
 @pytest.mark.parametrize("greedy", [1, 2, 5, 20])
 def test_greedy_clients_leave_room_for_others(greedy: int) -> None:
-    """Dynamic thresholds: k of them hold 1 / (k + 1) each, and as much stays free."""
+    """Dynamic thresholds: k of them hold 2 / (2 k + 1) each, and half a share stays free."""
     quota = Quota(1200, 1200)
     names = [f"greedy {number}" for number in range(greedy)]
     for _ in range(1200):
         for name in names:
             quota.enter(name)
-    share = 1200 / (greedy + 1)
-    assert all(abs(quota.held(name) - share) <= greedy + 1 for name in names)
-    assert quota.most - quota.taken >= share - greedy - 1
+    share = 2 * 1200 / (2 * greedy + 1)
+    assert all(abs(quota.held(name) - share) <= 2 for name in names)
+    assert quota.most - quota.taken >= share / 2 - 2
     assert quota.enter("another")
 
 
