@@ -42,6 +42,8 @@ _CONVERGE_S: Final = 150.0
 _REST_S: Final = 60.0
 _TIDY_S: Final = 90.0
 _SAMPLE_S: Final = 2.0
+_GROWING_UP_S: Final = 20.0
+"""A process that was just started fetches what it lacks, and gains its buffers and arenas."""
 _RESTLESS_GAP_S: Final = 6.0
 _QUIET_VERSIONS: Final = 3
 
@@ -320,7 +322,8 @@ class Soak:
         half = self.clock() - self.seconds / 2
         worst = 0.0
         for key, samples in self.samples.items():
-            late = [sample for sample in samples if sample[0] >= half]
+            born = samples[0][0] + _GROWING_UP_S
+            late = [sample for sample in samples if sample[0] >= max(half, born)]
             if len(late) >= 5:
                 gained = growth_bytes(late) / MB
                 if gained > GROWTH_MB:

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+_NAMED = frozenset({"file", "directory"})
+"""What has a name is as many as there are versions on disk, and those come and go with readers."""
 _NUMBER = re.compile(r"^[0-9]{6,16}$")
 _STATE = re.compile(r"^([0-9]{6,16})\.(?:json|shards)$")
 
@@ -24,7 +26,8 @@ class Vitals:
     """What a process held at one moment.
 
     Attributes:
-        descriptors: How many of each kind: socket, pipe, file, directory, deleted, eventpoll, ...
+        descriptors: How many of each kind: socket, pipe, eventpoll, deleted, file, directory; and
+            `same file`, `same directory` for a second descriptor of one name.
         deleted: Paths of open files that have no name any more.
         threads: How many threads.
         resident: Bytes.
@@ -44,11 +47,15 @@ def vitals(pid: int) -> Vitals:
     """
     kinds: Counter[str] = Counter()
     deleted = []
+    named: set[str] = set()
     base = Path(f"/proc/{pid}/fd")
     for name in os.listdir(base):
         with contextlib.suppress(FileNotFoundError):
             target = os.readlink(base / name)
             kind = _kind(base / name, target)
+            if kind in _NAMED and target in named:
+                kind = f"same {kind}"
+            named.add(target)
             kinds[kind] += 1
             if kind == "deleted":
                 deleted.append(target)
@@ -69,7 +76,7 @@ def _kind(link: Path, target: str) -> str:
         return target.split(":", 1)[0]
     if target.endswith(" (deleted)"):
         return "deleted"
-    if target.startswith("/dev/"):
+    if link.is_char_device():
         return "device"
     return "directory" if link.is_dir() else "file"
 
@@ -97,7 +104,7 @@ def grown(before: Vitals, after: Vitals, bounds: Bounds) -> list[str]:
     found = [
         f"{kind} {before.descriptors[kind]} -> {count}"
         for kind, count in sorted(after.descriptors.items())
-        if kind != "deleted"
+        if kind not in {"deleted", *_NAMED}
         and count > before.descriptors[kind] + (sockets if kind == "socket" else bounds.slack)
     ]
     found += [f"deleted but open: {path}" for path in after.deleted]

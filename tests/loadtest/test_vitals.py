@@ -21,8 +21,9 @@ def held(deleted: tuple[str, ...] = (), threads: int = 10, **kinds: int) -> Vita
     [
         (held(socket=15), []),
         (held(socket=16), ["socket 10 -> 16"]),
-        (held(socket=10, file=2), []),
-        (held(socket=1, file=3), ["file 0 -> 3"]),
+        (held(socket=10, pipe=2, file=50, directory=50), []),
+        (held(socket=1, pipe=3), ["pipe 0 -> 3"]),
+        (Vitals(Counter({"same directory": 3}), (), 1, 0), ["same directory 0 -> 3"]),
         (held(socket=10, deleted=("/x (deleted)",)), ["deleted but open: /x (deleted)"]),
         (held(socket=10, threads=20), []),
         (held(socket=10, threads=21), ["threads 10 -> 21"]),
@@ -42,14 +43,18 @@ def test_our_own_descriptors_have_kinds(tmp_path: Path) -> None:
     path = tmp_path / "gone"
     with path.open("wb") as file, (tmp_path / "here").open("wb"):
         path.unlink()
+        again = os.open(tmp_path / "here", os.O_RDONLY)
         reader, writer = os.pipe()
         try:
             after = vitals(os.getpid())
         finally:
+            os.close(again)
             os.close(reader)
             os.close(writer)
         assert file.fileno() > 0
-    assert after.descriptors - before.descriptors == Counter(file=1, deleted=1, pipe=2)
+    assert after.descriptors - before.descriptors == Counter(
+        {"file": 1, "same file": 1, "deleted": 1, "pipe": 2}
+    )
     assert after.deleted == (*before.deleted, f"{path} (deleted)")
     assert after.resident > MB
 
