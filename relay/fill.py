@@ -114,7 +114,7 @@ class Route(Protocol):
         ...
 
     def wrong(self, choice: Choice, *, stitched: bool) -> None:
-        """It gave wrong bytes; if they were stitched from several, nobody is to blame."""
+        """It gave wrong bytes; if they were stitched from several answers, nobody is."""
         ...
 
     def dropped(self, choice: Choice) -> None:

@@ -57,7 +57,7 @@ class Filling:
         self._transfer: Transfer | None = None
         self._chosen: Choice | None = None
         self._last: ShardcastError | None = None
-        self._whole = False  # after a stitched blob was wrong: from one source only
+        self._whole = False  # after a stitched blob was wrong: in one answer only
 
     @property
     def lateral(self) -> bool:

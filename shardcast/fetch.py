@@ -118,6 +118,7 @@ class Transfer:
         total: Its length, None while no source has told.
         offset: How many bytes were received (other threads may read it to see progress).
         sources: URLs that gave bytes since the last restart.
+        resumed: Whether more than one answer gave bytes since then.
         received: All bytes that came, also those that a restart threw away.
         twice: Of those, what a branch brought too that was adopted.
         beaten_at: Its offset when a branch was adopted, None before.
@@ -174,6 +175,7 @@ class Transfer:
             self.total = self._length
             self.offset = 0
             self.sources: tuple[str, ...] = ()
+            self.resumed = False
             self.xxh3 = b""
             self._blake3 = blake3()
             self._xxh3 = xxh3_128()
@@ -184,8 +186,12 @@ class Transfer:
 
     @property
     def stitched(self) -> bool:
-        """Whether more than one source gave bytes: if they are wrong, nobody is to blame."""
-        return len(self.sources) > 1
+        """Whether it is not from one answer of one source: if it is wrong, nobody is to blame.
+
+        A relay passes on what it has not verified yet, and cuts the answer off when that turns out
+        wrong. Whoever goes on there then gets the right rest, and has the wrong beginning.
+        """
+        return self.resumed or len(self.sources) > 1
 
     def receive(self, url: str, data: memoryview) -> None:
         """Hash the next bytes and pass them on.
@@ -219,7 +225,8 @@ class Transfer:
             self._unfinished()
             found = self._blake3.hexdigest()
             if found != self.digest:
-                by = f", stitched from {', '.join(self.sources)}" if self.stitched else ""
+                by = f", stitched from {', '.join(self.sources)}" if len(self.sources) > 1 else ""
+                by = by or (", stitched from several answers" if self.resumed else "")
                 raise IntegrityError(
                     f"blob {self.digest} from {url}: its {self.offset} bytes "
                     f"have digest {found}{by}",
@@ -368,7 +375,7 @@ class BlobSource:
 
         Raises:
             IntegrityError: If the bytes are wrong. ``transfer.stitched`` says whether other
-                sources had a part in it.
+                sources or answers had a part in it.
             SourceStatusError: If the answer is not 200 or 206.
             StallError: If the source is slower than the minimum rate or silent.
             NetworkError: If it cannot be reached, or answers anything but what was asked for.
@@ -487,6 +494,7 @@ class BlobSource:
         elif length != got.length:
             problem = f"{length} bytes as {got.content_range!r}"
         if problem is None:
+            transfer.resumed = True
             return length
         # Whatever it is that answers so: ask it for whole blobs only from now on.
         self._resumable = False

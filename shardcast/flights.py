@@ -19,7 +19,7 @@ class Job:
         bytes: Its length, 0 where only a source knows it.
         tries: Failures so far, by source.
         avoid_until: When a source may be asked for it again.
-        whole: It must come from one source, since a stitched one was wrong.
+        whole: It must come in one answer, since a stitched one was wrong.
         best: Most bytes it ever had.
         main: The flight that feeds its transfer, if there is one.
         hedge: The flight that races it, if there is one.

@@ -3,9 +3,9 @@
 Every method is a synchronous change of state; threads do what ``next`` returns. Clock and random
 numbers come from outside, so that tests can play an hour of faults in a millisecond.
 
-- A failed transfer keeps what it has and is continued elsewhere. One that several sources had a
-  part in and that is wrong is fetched again from one, and bans nobody; a wrong blob that came
-  whole from one source bans that source.
+- A failed transfer keeps what it has and is continued elsewhere. One that several sources or
+  answers had a part in and that is wrong is fetched again in one answer, and bans nobody; a wrong
+  blob that came whole in one answer bans its source.
 - 404, 429 and 503 are about one blob at one source: the blob is tried elsewhere, and there again
   after a pause with full jitter (at least Retry-After). Everything else counts against the source.
 - End game (endgame.py): while a thread and a source are idle, a request that lags is raced by a
@@ -167,7 +167,7 @@ class Schedule:
                     return None
                 continue
             del self._waiting[position]
-            if job.whole and job.transfer.sources not in ((), (source,)):
+            if job.whole and job.transfer.offset:
                 job.transfer.restart()
             job.main = self._begin(Flight(job, source, Cancel(), now, None))
             job.main.begin(job.transfer, now)
