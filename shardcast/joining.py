@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from shardcast.errors import BusyError, MalformedError, UsageError
+from shardcast.errors import BusyError, DiskError, MalformedError, UsageError
 from shardcast.events import EventKind, Observer, WorkerEvent
 from shardcast.heads import HeadKeeper
 from shardcast.protocol import trust
@@ -183,7 +183,7 @@ class Guest:
             self._check_run()
             ref = wanted()
             current = self._store.current()
-            stored = self._session.here(ref)
+            stored = self._here(ref.version, ref.manifest)
             # Renamed and not switched to yet: the leader is in the middle of its commit.
             if stored is not None and current is not None and current >= ref.version:
                 path = await self._take(stored)
@@ -239,12 +239,12 @@ class Guest:
             accept_expired=session.options.accept_expired,
         )
         self._store.forget_gone()
-        stored = self._store.stored(number)
-        if accepted is None or manifest is None or stored is None or not stored.committed:
+        if accepted is None or manifest is None:
+            return False
+        stored = self._here(number, manifest)
+        if stored is None:
             return False
         ref = accepted.head.ref(number) or ref_of(stored, manifest)
-        if session.here(ref) is None:
-            return False
         with suppress(BusyError), stored.lease():  # not evicted while the hook reads it
             path = await self._take(stored)
             if path is None:
@@ -255,11 +255,29 @@ class Guest:
             return True
         return False
 
-    async def _take(self, stored: StoredVersion) -> Path | None:
-        number = stored.version.number
-        if not await self._session.whole(number):
+    def _here(self, number: int, manifest: str) -> StoredVersion | None:
+        """Return a version that is committed and whole. What is staged is the leader's: not touched.
+
+        The leader may commit or evict it at this very moment.
+        """
+        directory = self._store.version_directory(number)
+        if not directory.is_dir():
             return None
-        return self._store.version_directory(number).absolute()
+        try:
+            return self._session.here(number, manifest)
+        except DiskError:
+            if directory.is_dir():
+                raise
+            return None
+
+    async def _take(self, stored: StoredVersion) -> Path | None:
+        directory = self._store.version_directory(stored.version.number).absolute()
+        try:
+            return directory if await self._session.whole(stored.version.number) else None
+        except DiskError:
+            if directory.is_dir():
+                raise
+            return None  # evicted while it was looked at
 
     # --- looking ----------------------------------------------------------------------------
 

@@ -245,12 +245,12 @@ class WorkerSession:
 
         return await self.in_thread(get)
 
-    def here(self, ref: VersionRef) -> StoredVersion | None:
-        """Return the version if it is committed, whole, and as the head says."""
-        stored = self.store.stored(ref.version)
+    def here(self, number: int, manifest: str) -> StoredVersion | None:
+        """Return a version if it is committed and whole, and has that manifest."""
+        stored = self.store.stored(number)
         if stored is None or not stored.committed or not stored.complete or stored.damaged:
             return None
-        return stored if stored.version.manifest == ref.manifest else None
+        return stored if stored.version.manifest == manifest else None
 
     def _obtain(self, ref: VersionRef, cancel: Cancel) -> Obtained:
         tally = Tally(total_bytes=ref.bytes)

@@ -235,7 +235,7 @@ class Worker:
                 accepted = await self._head(session, watching, needed=manifest is None)
                 ref = await self._choose(session, accepted, version, manifest)
             head = None if accepted is None else accepted.head
-            stored = session.here(ref)
+            stored = session.here(ref.version, ref.manifest)
             if stored is not None and await session.whole(ref.version):
                 ready = Obtained(ref, stored, 0)
                 if session.store.current() == ref.version:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shardcast.errors import BusyError, UsageError
+from shardcast.errors import BusyError, DiskError, UsageError
 from shardcast.events import EventKind
 from shardcast.joining import Guest, lock_of, manifest_to_share, open_worker, remembered
 from shardcast.protocol import trust
@@ -218,3 +219,33 @@ def test_who_holds_a_lock_is_named(tmp_path: Path) -> None:
     first.release()
     assert second.try_acquire()
     second.release()
+
+
+async def test_a_guest_leaves_what_is_staged_to_the_leader(
+    tmp_path: Path, run: FakeRun, server: RunServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is renamed at any moment; a guest that had begun to open it used to fail for that."""
+    out = tmp_path / "out"
+
+    def stored(store: RunStore, number: int) -> None:
+        raise AssertionError("opened")
+
+    (out / "state" / "staging" / "000001").mkdir(parents=True)
+    monkeypatch.setattr(RunStore, "stored", stored)
+    with led(out), pytest.raises(BusyError, match="no progress"):
+        await wait_for(out, run, server, 1, Clock(), Log())
+
+
+async def test_a_version_that_goes_while_a_guest_looks_at_it_is_not_there(
+    tmp_path: Path, run: FakeRun, server: RunServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    await worker(out, run, server).apull()
+
+    def stored(store: RunStore, number: int) -> None:
+        shutil.rmtree(store.version_directory(number))
+        raise DiskError("opening failed")
+
+    monkeypatch.setattr(RunStore, "stored", stored)
+    with led(out), pytest.raises(BusyError, match="no progress"):
+        await wait_for(out, run, server, 1, Clock(), Log())
