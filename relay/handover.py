@@ -49,7 +49,7 @@ _MOST_SOCKETS: Final = 64
 _CREDENTIALS: Final = struct.Struct("3i")
 
 
-class BrokenError(ShardcastError):
+class BrokenError(BusyError):
     """The other relay said something else than it should, or went away."""
 
 
