@@ -128,7 +128,7 @@ class Harm:
         """Start a member, if it is not running."""
         if not member.wanted:
             self._tell(f"        {member.name} starts")
-            self._fleet.start(member)
+            self._fleet.start(member, *(["--take-over"] if self._predecessor(member) else []))
 
     def restart(self, member: Member, now: float, pause: float) -> None:
         """Ask a member to end; it is started again once it has."""
@@ -143,6 +143,21 @@ class Harm:
         assert member.process is not None
         self._ending.append(_Ending(member, member.process, now + _STOP_S, None))
         self._fleet.start(member, "--take-over")
+
+    def fall_back(self, member: Member) -> bool:
+        """Return to the relay that was to be replaced, if that still serves; say whether it does."""
+        entry = self._predecessor(member)
+        if entry is None:
+            return False
+        self._ending.remove(entry)
+        member.process = entry.process
+        return True
+
+    def _predecessor(self, member: Member) -> _Ending | None:
+        for entry in self._ending:
+            if entry.member is member and entry.pause is None and entry.process.alive():
+                return entry
+        return None
 
     def _reap(self, now: float) -> None:
         for entry in list(self._ending):

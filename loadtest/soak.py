@@ -172,19 +172,20 @@ class Soak:
         sampled = 0.0
         while (now := self.clock()) < end:
             pause = harm.tick(now)
-            self._revive(fleet)
+            self._revive(fleet, harm)
             if now - sampled >= _SAMPLE_S:
                 sampled = now
                 self._sample(fleet)
             time.sleep(min(max(pause, 0.01), 0.2, max(0.0, end - self.clock())))
 
-    def _revive(self, fleet: Fleet) -> None:
+    def _revive(self, fleet: Fleet, harm: Harm) -> None:
         for member in fleet.died():
             assert member.process is not None
             status = member.process.wait(timeout=1.0)
             member.exits.append(f"exit {status} at {self.clock():.1f}")
             self.fail(member.process.describe(f"{member.name} ended by itself ({status})"))
-            fleet.start(member)
+            if not harm.fall_back(member):
+                fleet.start(member)
 
     def _sample(self, fleet: Fleet) -> None:
         now = self.clock()
@@ -203,15 +204,15 @@ class Soak:
         harm.settle(self.clock)
         self.failures += trainer.failures + harm.dirty
         newest = trainer.publish()
-        behind = self._converge(fleet, newest)
+        behind = self._converge(fleet, harm, newest)
         first = self._rest(fleet)
         for step in (Step.FRESH, Step.SHARED, Step.LINK)[:_QUIET_VERSIONS]:
             newest = trainer.publish(step)
-            behind = self._converge(fleet, newest) or behind
+            behind = self._converge(fleet, harm, newest) or behind
         # Relays keep what was asked for within a minute, clients their idle connections.
         wait_until(lambda: not self._litter(fleet), _TIDY_S, every=1.0)
         second = self._rest(fleet)
-        self._revive(fleet)
+        self._revive(fleet, harm)
         self.tell("at rest")
         holding = [
             f"{name}: {what}"
@@ -244,11 +245,11 @@ class Soak:
             Check("acts", float(sum(harm.done.values())), 1.0, "acts", at_least=True),
         ]  # fmt: skip
 
-    def _converge(self, fleet: Fleet, newest: int) -> list[str]:
+    def _converge(self, fleet: Fleet, harm: Harm, newest: int) -> list[str]:
         workers = fleet.workers()
 
         def done() -> bool:
-            self._revive(fleet)
+            self._revive(fleet, harm)
             return not self._behind(workers, newest)
 
         wait_until(done, _CONVERGE_S)
@@ -379,8 +380,9 @@ def main() -> None:
             report, soak = measure(
                 settings, seconds=options.seconds, seed=options.seed, loud=options.loud
             )
-        except UnavailableError as error:
+        except (UnavailableError, ProcessError) as error:
             print(json.dumps({"scenario": NAME, "passed": False, "unavailable": str(error)}))
+            print(f"logs, plan and timeline: {RESULTS / NAME}", file=sys.stderr)
             raise SystemExit(3) from error
         document = as_json(NAME, report, settings, time.monotonic() - start)
     RESULTS.mkdir(exist_ok=True)
