@@ -357,7 +357,9 @@ def require_fresh(accepted: Accepted, now_ms: int, clock_error_ms: int = 0) -> N
     if now_ms - clock_error_ms <= head.expires_at + SKEW_MS:
         raise ClockError(f"{what}, but {describe_clock(clock_error_ms)}: set it right")
     if clock_error_ms:
-        raise ExpiredError(f"{what}; {describe_clock(clock_error_ms)}, but it has expired by theirs")
+        raise ExpiredError(
+            f"{what}; {describe_clock(clock_error_ms)}, but it has expired by theirs"
+        )
     raise ExpiredError(
         f"{what}: the publisher is gone, a relay withholds newer heads, or a clock is wrong, this "
         "machine's or the publisher's"
