@@ -27,7 +27,8 @@ from shardcast.protocol.envelope import open_unverified
 from shardcast.protocol.head import Head, decode_head
 from shardcast.protocol.limits import MAX_DOCUMENT_BYTES, MAX_HEAD_BYTES
 from shardcast.store.files import disk_errors, read_into
-from shardcast.store.run import RunStore, StoredState
+from shardcast.store.records import StoredState
+from shardcast.store.run import RunStore
 from shardcast.store.stored import StoredVersion
 
 CHUNK_BYTES: Final = 1 << 20
@@ -248,7 +249,7 @@ def _newest(run: RunStore) -> int | None:
 def _damaged_documents(run: RunStore, number: int, bad: set[str]) -> list[str]:
     """Return the damaged ones among a version's documents; the store would remove them."""
     try:
-        data = (run.root / "state" / f"{number:06d}.json").read_bytes()
+        data = run.state_path(number).read_bytes()
         state = decode(data, StoredState, limit=MAX_DOCUMENT_BYTES, what="stored state")
     except (OSError, MalformedError):
         return []

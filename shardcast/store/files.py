@@ -8,7 +8,7 @@ import fcntl
 import itertools
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -123,6 +123,32 @@ def reflink(source: int, target: int) -> bool:
             return False
         raise
     return True
+
+
+def is_there(path: Path, kind: Callable[[int], bool]) -> bool:
+    """Say whether there is something of a kind under a name.
+
+    Raises:
+        DiskError: If the system does not say.
+    """
+    with disk_errors(path, "looking at"):
+        try:
+            return kind(os.stat(path).st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+
+def names_in(directory: Path) -> list[str]:
+    """Return the names in a directory; none where it is not there.
+
+    Raises:
+        DiskError: If the system does not say.
+    """
+    with disk_errors(directory, "listing"):
+        try:
+            return os.listdir(directory)
+        except FileNotFoundError:
+            return []
 
 
 def file_system_of(path: Path) -> str:

@@ -23,30 +23,27 @@ import re
 import stat
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Final
 
-import msgspec
-
-from shardcast.errors import IntegrityError, MalformedError, NotFoundError, StateError
-from shardcast.protocol import manifest as manifests
-from shardcast.protocol import trust
-from shardcast.protocol.digest import digest_of, is_digest
-from shardcast.protocol.documents import Digest, Document, Positive, check_run, decode, encode
-from shardcast.protocol.head import OpenRef, VersionRef
-from shardcast.protocol.layout import decode_layout, decode_part
-from shardcast.protocol.limits import MAX_DOCUMENT_BYTES, MAX_DOCUMENT_PARTS, MAX_HEAD_BYTES
+from shardcast.errors import NotFoundError, StateError
 from shardcast.protocol.manifest import Version
 from shardcast.store.abandoned import is_hidden_temporary, remove_abandoned
-from shardcast.store.files import FULL, atomic_write, disk_errors, fsync_directory, remove_tree
+from shardcast.store.files import (
+    FULL,
+    disk_errors,
+    fsync_directory,
+    is_there,
+    names_in,
+    remove_tree,
+)
 from shardcast.store.journal import ShardJournal
 from shardcast.store.locks import FileLock, try_lock
+from shardcast.store.records import RunRecords
 from shardcast.store.recycling import Spares, has_room
 from shardcast.store.stored import Durability, StoredVersion
 from shardcast.store.version_files import make_files
 
-STORED_FORMAT: Final = "shardcast.stored/1"
 _NUMBER: Final = re.compile(r"^[0-9]{6,16}\Z", re.ASCII)
 _VERSION_STATE: Final = re.compile(r"^([0-9]{6,16})\.(?:json|shards)\Z", re.ASCII)
 _TRASH: Final = ".trash."
@@ -56,18 +53,7 @@ _STALE_PAST_SECONDS: Final = 60.0
 _unique = itertools.count()
 
 
-class StoredState(Document, frozen=True, kw_only=True):
-    """Which documents describe a version on disk; they lie in ``blobs/``."""
-
-    format: Literal["shardcast.stored/1"] = STORED_FORMAT
-    run: str
-    version: Positive
-    layout: Digest
-    manifest: Digest | None
-    parts: Annotated[list[Digest], msgspec.Meta(max_length=MAX_DOCUMENT_PARTS)]
-
-
-class RunStore:
+class RunStore(RunRecords):
     """One run's directory. Thread-safe; nothing is created before the first write.
 
     Attributes:
@@ -77,157 +63,11 @@ class RunStore:
     """
 
     def __init__(self, root: Path, run: str) -> None:
-        self.root = root
-        self.run = check_run(run)
+        super().__init__(root, run)
         self.spares = Spares(root / "state" / "spare")
         self._lock = threading.RLock()
         self._cache: dict[int, StoredVersion] = {}
         self._writer = True
-
-    # --- head and trust ---------------------------------------------------------------------
-
-    def read_head(self) -> bytes | None:
-        """Return the stored head envelope, or None."""
-        return self._read(self.root / "head.json", MAX_HEAD_BYTES)
-
-    def write_head(self, envelope: bytes) -> None:
-        """Replace the stored head: the commit point of a publication."""
-        atomic_write(self.root / "head.json", envelope)
-
-    def head_stamp(self) -> tuple[int, int, int] | None:
-        """Return something cheap that changes whenever the head does; None without a head."""
-        try:
-            found = os.stat(self.root / "head.json")
-        except OSError:
-            return None
-        return found.st_mtime_ns, found.st_size, found.st_ino
-
-    def read_trust(self) -> trust.TrustState | None:
-        """Return what is trusted and was last seen, or None.
-
-        Raises:
-            StateError: If it is damaged. Forgetting it would accept a rollback, so a person
-                must decide.
-        """
-        path = self.root / "state" / "trust.json"
-        data = self._read(path, MAX_DOCUMENT_BYTES)
-        if data is None:
-            return None
-        try:
-            state = trust.decode_state(data)
-        except MalformedError as error:
-            raise StateError(
-                f"remembered trust is damaged ({error.message}); remove the file to start anew "
-                "with --pubkey, after checking the publisher's head",
-                source=str(path),
-            ) from error
-        if state.run != self.run:
-            raise StateError(f"this directory belongs to run {state.run!r}", source=str(self.root))
-        return state
-
-    def write_trust(self, state: trust.TrustState) -> None:
-        """Remember ``state`` durably; call it before acting on the head it came from."""
-        atomic_write(self.root / "state" / "trust.json", trust.encode_state(state))
-
-    # --- documents and delta blobs ----------------------------------------------------------
-
-    def blob_path(self, digest: str) -> Path:
-        """Return where a document or delta blob lies, if it is here."""
-        return self.root / "blobs" / f"{digest}.bin"
-
-    def has_blob(self, digest: str) -> bool:
-        """Say whether a document or delta blob is here (by name; ``read_blob`` verifies)."""
-        return _is_there(self.blob_path(digest), stat.S_ISREG)
-
-    def blobs(self) -> list[str]:
-        """Return the digests of all documents and delta blobs that are here."""
-        names = _listing(self.root / "blobs")
-        return [name[:-4] for name in names if name.endswith(".bin") and is_digest(name[:-4])]
-
-    def read_blob(self, digest: str, limit: int = MAX_DOCUMENT_BYTES) -> bytes | None:
-        """Return a blob's verified bytes; None if it is not here, or was damaged (and removed)."""
-        path = self.blob_path(digest)
-        try:
-            data = self._read(path, limit)
-        except StateError:
-            data = b""
-        if data is not None and digest_of(data) != digest:
-            self.remove_blob(digest)
-            return None
-        return data
-
-    def write_blob(self, digest: str, data: bytes) -> None:
-        """Keep a document or delta blob.
-
-        Raises:
-            IntegrityError: If ``data`` does not have that digest.
-        """
-        found = digest_of(data)
-        if found != digest:
-            raise IntegrityError(f"blob has digest {found}, not {digest}")
-        if not self.has_blob(digest):
-            atomic_write(self.blob_path(digest), data)
-
-    def temporary(self, name: str) -> Path:
-        """Return a fresh path under ``state/tmp`` to fill and then keep."""
-        directory = self.root / "state" / "tmp"
-        with disk_errors(directory, "making the directory"):
-            directory.mkdir(parents=True, exist_ok=True)
-        return directory / f"{name}.{os.getpid()}.{next(_unique)}"
-
-    def keep_blob(self, digest: str, temporary: Path) -> None:
-        """Move a complete and verified temporary file to its place in ``blobs/``."""
-        path = self.blob_path(digest)
-        with disk_errors(path, "keeping"):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            fd = os.open(temporary, os.O_RDONLY)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-            os.replace(temporary, path)
-            fsync_directory(path.parent)
-
-    def remove_blob(self, digest: str) -> None:
-        """Remove a blob; what is gone already is fine."""
-        with contextlib.suppress(OSError):
-            os.unlink(self.blob_path(digest))
-
-    def load_version(self, ref: VersionRef) -> Version | None:
-        """Assemble a complete version from ``blobs/``; None while a document is missing.
-
-        Raises:
-            MalformedError, TrustError: If its documents are not what they should be.
-        """
-        data = self.read_blob(ref.manifest)
-        if data is None:
-            return None
-        manifest = manifests.decode_manifest(data)
-        layout = self.read_blob(manifest.layout)
-        parts = [self.read_blob(digest) for digest in manifest.parts]
-        if layout is None or None in parts:
-            return None
-        return manifests.assemble(
-            ref,
-            self.run,
-            manifest,
-            decode_layout(layout),
-            [decode_part(part) for part in parts if part is not None],
-        )
-
-    def load_open(self, ref: OpenRef) -> Version | None:
-        """Assemble an open version with the parts that are here; None without its layout.
-
-        Raises:
-            MalformedError, TrustError: If its documents are not what they should be.
-        """
-        layout = self.read_blob(ref.layout)
-        if layout is None:
-            return None
-        parts = [part for digest in ref.parts if (part := self.read_blob(digest)) is not None]
-        return manifests.assemble_open(
-            ref, self.run, decode_layout(layout), [decode_part(part) for part in parts]
-        )
 
     # --- versions ---------------------------------------------------------------------------
 
@@ -299,8 +139,8 @@ class RunStore:
                 (self.version_directory(number), True),
                 (self.staging_directory(number), False),
             ):
-                if _is_there(directory, stat.S_ISDIR):
-                    version = self._load_state(number)
+                if is_there(directory, stat.S_ISDIR):
+                    version = self.load_state(number)
                     if version is not None:
                         return self._open(version, directory, committed=committed)
             return None
@@ -403,28 +243,16 @@ class RunStore:
         """
         remove_tree(self.root / "state" / "trash")
         for directory in (self.root / "versions", self.root / "state" / "staging"):
-            for name in _listing(directory):
+            for name in names_in(directory):
                 if name.startswith(_TRASH):
                     remove_tree(directory / name)
         self._clean_version_state()
         for number in self.staged():
-            if not self._state_path(number).exists() and self._is_stale(number):
+            if not self.state_path(number).exists() and self._is_stale(number):
                 self.evict(number)
         for directory in (self.root, self.root / "state", self.root / "blobs"):
             remove_abandoned(directory, is_hidden_temporary)
         remove_abandoned(self.root / "state" / "tmp", lambda _name: True)
-
-    def save_state(self, version: Version) -> None:
-        """Remember which documents describe a version."""
-        parts = version.documents[1:] if version.manifest is None else version.documents[2:]
-        state = StoredState(
-            run=self.run,
-            version=version.number,
-            layout=version.layout_digest,
-            manifest=version.manifest,
-            parts=list(parts),
-        )
-        atomic_write(self._state_path(version.number), encode(state))
 
     def close(self) -> None:
         """Close every descriptor that this object holds."""
@@ -458,9 +286,6 @@ class RunStore:
         past = number < max(self.committed(), default=0)
         return time.time() - modified > (_STALE_PAST_SECONDS if past else _STALE_SECONDS)
 
-    def _state_path(self, number: int) -> Path:
-        return self.root / "state" / f"{number:06d}.json"
-
     def _journal_path(self, number: int) -> Path:
         return self.root / "state" / f"{number:06d}.shards"
 
@@ -479,7 +304,7 @@ class RunStore:
         One that holds other files than the version has is removed: it is something else.
         """
         directory = self.version_directory(version.number)
-        if not _is_there(directory, stat.S_ISDIR):
+        if not is_there(directory, stat.S_ISDIR):
             return None
         with disk_errors(directory, "listing"):
             found = {str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file()}
@@ -488,39 +313,6 @@ class RunStore:
             return None
         self.save_state(version)
         return self._open(version, directory, committed=True)
-
-    def _load_state(self, number: int) -> Version | None:
-        try:
-            data = self._read(self._state_path(number), MAX_DOCUMENT_BYTES)
-            if data is None:
-                return None
-            state = decode(data, StoredState, limit=MAX_DOCUMENT_BYTES, what="stored state")
-            if (state.run, state.version) != (self.run, number):
-                return None
-            layout_data = self.read_blob(state.layout)
-            if layout_data is None:
-                return None
-            layout = decode_layout(layout_data)
-            if state.manifest is not None:
-                ref = VersionRef(
-                    version=state.version,
-                    step=layout.step,
-                    manifest=state.manifest,
-                    bytes=layout.total_bytes,
-                    deltas=[],
-                )
-                return self.load_version(ref)
-            return self.load_open(
-                OpenRef(
-                    version=state.version,
-                    step=layout.step,
-                    layout=state.layout,
-                    parts=state.parts,
-                    deltas=[],
-                )
-            )
-        except (MalformedError, StateError):
-            return None
 
     def _remove(self, number: int, directory: Path | None, spare_within: int | None = None) -> None:
         """Remove a version's directory, state and journal, in an order that no crash can spoil.
@@ -533,7 +325,7 @@ class RunStore:
             cached.close()
         trash = None if directory is None else self._trash(number, directory)
         gone = True
-        for path in (self._state_path(number), self._journal_path(number)):
+        for path in (self.state_path(number), self._journal_path(number)):
             try:
                 path.unlink(missing_ok=True)
             except OSError:
@@ -567,42 +359,5 @@ class RunStore:
         return trash
 
     def _numbers(self, directory: Path) -> list[int]:
-        names = _listing(directory)
+        names = names_in(directory)
         return sorted((int(name) for name in names if _NUMBER.match(name)), reverse=True)
-
-    def _read(self, path: Path, limit: int) -> bytes | None:
-        with disk_errors(path, "reading"):
-            try:
-                with open(path, "rb") as file:
-                    data = file.read(limit + 1)
-            except FileNotFoundError:
-                return None
-        if len(data) > limit:
-            raise StateError(f"file is longer than {limit} bytes", source=str(path))
-        return data
-
-
-def _listing(directory: Path) -> list[str]:
-    """Return the names in a directory; none where it is not there.
-
-    Raises:
-        DiskError: If the system does not say.
-    """
-    with disk_errors(directory, "listing"):
-        try:
-            return os.listdir(directory)
-        except FileNotFoundError:
-            return []
-
-
-def _is_there(path: Path, kind: Callable[[int], bool]) -> bool:
-    """Say whether there is something of a kind under a name.
-
-    Raises:
-        DiskError: If the system does not say.
-    """
-    with disk_errors(path, "looking at"):
-        try:
-            return kind(os.stat(path).st_mode)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
