@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from shardcast.errors import IntegrityError
 from shardcast.events import EventKind, WorkerEvent
 from shardcast.fetch import Branch, MemorySink, Transfer, TransferCancelledError
 from shardcast.protocol.digest import digest_of
@@ -88,8 +89,17 @@ def test_a_source_that_stops_keeps_no_shard(tmp_path: Path, long_run: FakeRun, p
 
 
 def test_wrong_bytes_in_a_race_ban_who_sent_them(tmp_path: Path, long_run: FakeRun) -> None:
-    log = Log()
     raced = threading.Event()
+
+    class Judging(Log):
+        """The slow one goes on once the wrong bytes were refused: it must not win before that."""
+
+        def on_event(self, event: WorkerEvent) -> None:
+            super().on_event(event)
+            if isinstance(event.error, IntegrityError):
+                raced.set()
+
+    log = Judging()
     slow_digest: list[str] = []
     with RunServer(long_run) as good, RunServer(long_run) as bad:
 
@@ -104,7 +114,6 @@ def test_wrong_bytes_in_a_race_ban_who_sent_them(tmp_path: Path, long_run: FakeR
         def poison(request: Request, data: bytes) -> Iterable[Action] | None:
             if request.digest not in slow_digest:
                 return None
-            raced.set()
             answer = bad.good(request, data)
             assert isinstance(answer[0], bytes)
             return [answer[0][:-1] + bytes([answer[0][-1] ^ 1])]
