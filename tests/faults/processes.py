@@ -289,9 +289,11 @@ async def running(*work: Any) -> AsyncIterator[None]:
             if task.done() and task.exception() is not None:
                 task.result()
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        # Again and again: wait_for loses a cancellation that comes together with a result (3.11).
+        while pending := [task for task in tasks if not task.done()]:
+            for task in pending:
+                task.cancel()
+            await asyncio.wait(pending, timeout=0.1)
 
 
 def free_port(host: str = "127.0.0.1") -> int:
