@@ -23,6 +23,7 @@ SCENARIOS = (
     "worker_cpu",
     "recycle",
     "memory",
+    "overload",
     "sources",
     "distribute",
 )

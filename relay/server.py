@@ -19,6 +19,7 @@ from relay.admission import client_of
 from relay.handlers import Handlers
 from relay.listening import BACKLOG, Listening
 from relay.node import Node
+from relay.sending import QUEUED_BYTES, queue_at_most
 
 log = logging.getLogger("relay.server")
 
@@ -28,8 +29,6 @@ _ACCEPT_AT_ONCE: Final = 16
 """Connections that asyncio accepts before it looks at any: it must not run out of descriptors in
 a burst of connections that are then refused."""
 _READ_BYTES: Final = 256 * 1024
-_QUEUED_BYTES: Final = 256 * 1024
-"""Enough for a wakeup a millisecond at 250 MB/s."""
 _LOOK_S: Final = 0.01
 """Between two looks at the connections while draining."""
 _IDLE_S: Final = 1.0
@@ -49,6 +48,7 @@ class Connection(RequestHandler):
         "asking",
         "busy",
         "client",
+        "fast",
         "header_timer",
         "idlers",
         "let_in",
@@ -63,6 +63,7 @@ class Connection(RequestHandler):
         self.node = node
         self.idlers = idlers
         self.proxy = False
+        self.fast = False
         self.client = self.asking = ""
         self.let_in: bool | None = None
         self.busy = 0
@@ -332,21 +333,12 @@ def waiting_on(sock: socket.socket) -> list[socket.socket]:
 
 
 def _tune(transport: asyncio.BaseTransport, stuck_s: float) -> None:
-    """Let the kernel give up on a reader that takes nothing, and queue little for one that is slow.
-
-    Without the second a thousand slow readers have megabytes each in their send buffers: all the
-    memory that the kernel gives TCP (net.ipv4.tcp_mem), and then every other connection gets a
-    fifth of its rate. It bounds what is not sent yet, not what is on its way.
-    """
+    """Let the kernel give up on a reader that takes nothing at all, and queue little for any."""
     sock = transport.get_extra_info("socket")
-    if sock is None:
-        return
-    for option, value in (
-        (socket.TCP_USER_TIMEOUT, int(stuck_s * 1000)),
-        (socket.TCP_NOTSENT_LOWAT, _QUEUED_BYTES),
-    ):
+    if sock is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
         with contextlib.suppress(OSError):
-            sock.setsockopt(socket.IPPROTO_TCP, option, value)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(stuck_s * 1000))
+    queue_at_most(sock, QUEUED_BYTES)
 
 
 def _refusal(response: web.Response, *, close: bool = False) -> web.Response:

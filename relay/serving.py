@@ -14,6 +14,7 @@ from relay.node import Node
 from relay.pacing import Stream
 from relay.respond import AbortedResponseError
 from relay.runs import Opened, RelayRun
+from relay.sending import FastLane
 from shardcast.errors import DiskFullError, NetworkError, NotFoundError, ShardcastError
 from shardcast.protocol import wire
 from shardcast.protocol.wire import UnsatisfiableRangeError
@@ -27,6 +28,7 @@ class BlobServer:
 
     def __init__(self, node: Node) -> None:
         self._node = node
+        self._lane = FastLane()
 
     async def answer(
         self, request: web.BaseRequest, run: RelayRun, digest: str, common: dict[str, str]
@@ -104,7 +106,8 @@ class BlobServer:
         """Send bytes, or cut the connection."""
         self._node.sending += 1
         try:
-            await respond.send_file(request, fd, offset, count, pace)
+            with self._lane.sending(request, count):
+                await respond.send_file(request, fd, offset, count, pace)
         except AbortedResponseError:
             self._abort(request, response)
             raise
