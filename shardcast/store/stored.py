@@ -1,10 +1,8 @@
 """One version's files on disk, staged or committed, and which of its shards are good.
 
 Life of a version: *staged* under ``state/staging/{N}`` while shards arrive, each recorded in the
-journal once its bytes were verified; *committed* by one rename to ``versions/{N}``. Files are
-opened relative to the directory's own descriptor, so they survive that rename. That descriptor is
-open while it is used or a lease is held; otherwise it may be closed and opened again, by name, if
-the name still leads to the same directory.
+journal once its bytes were verified; *committed* by one rename to ``versions/{N}``. The directory
+stays the same one through that (``shardcast.store.directory``).
 
 Crash windows of ``commit``: before the rename the version is staged and resumes from its
 journal; after it the version is committed. With ``Durability.SYNC`` files and journal are on
@@ -16,43 +14,28 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import errno
-import fcntl
 import logging
 import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
 
-import xxhash
-
-from shardcast.errors import BusyError, DiskError, IntegrityError, ShardcastError, StateError
-from shardcast.protocol.layout import Extent
+from shardcast.errors import DiskError, IntegrityError, ShardcastError, StateError
 from shardcast.protocol.manifest import Version
-from shardcast.store.descriptors import (
-    OUT_OF_DESCRIPTORS,
-    SHARED,
-    DescriptorPool,
-    PooledDescriptor,
-)
+from shardcast.store.descriptors import SHARED, DescriptorPool
+from shardcast.store.directory import Stamp, VersionDirectory
 from shardcast.store.files import (
-    COPY_CHUNK_BYTES,
     MEMORY_FILE_SYSTEMS,
     disk_error,
     disk_errors,
     file_system_of,
     fsync_directory,
-    read_into,
     require_space,
 )
 from shardcast.store.journal import ShardJournal
-from shardcast.store.locks import try_lock
 from shardcast.store.version_files import forget_cached, has_data, make_files, unshare
 
 log = logging.getLogger("shardcast.store")
-
-_DIRECTORY_FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 class Durability(enum.StrEnum):
@@ -78,7 +61,6 @@ class StoredVersion:
 
     Attributes:
         version: What its documents say.
-        directory: Where the files are now.
         committed: Whether it has its final name.
         damaged: Why a committed version is not whole any more, or None.
     """
@@ -93,23 +75,22 @@ class StoredVersion:
         pool: DescriptorPool = SHARED,
     ) -> None:
         self.version = version
-        self.directory = directory
         self.committed = committed
         self.damaged: str | None = None
         self._journal = journal
         self._lock = threading.Lock()
         self._unsharing = threading.Lock()
-        self._leases = 0
         self._reserved: bool | None = None
-        self._lease_fd = -1
-        self._target: Path | None = None
-        self._identity: tuple[int, int] | None = None
-        self._handle = PooledDescriptor(self._open_directory, pool)
-        with disk_errors(directory, "opening"), self._handle.use():
-            self._openings = self._handle.opened
+        self._directory = VersionDirectory(directory, pool)
+        self._openings = self._directory.opened
         self._states = bytearray(version.layout.shard_count)
         self._stamps = [self._stamp(file) for file in range(len(version.layout.files))]
         self._load_states()
+
+    @property
+    def directory(self) -> Path:
+        """Where the files are now."""
+        return self._directory.path
 
     # --- what is there ----------------------------------------------------------------------
 
@@ -149,12 +130,7 @@ class StoredVersion:
 
         While it is being committed that may be its new name already.
         """
-        for directory in (self.directory, self._target):
-            with contextlib.suppress(OSError):
-                named = os.stat(directory) if directory is not None else None
-                if named is not None and (named.st_dev, named.st_ino) == self._identity:
-                    return True
-        return False
+        return self._directory.alive
 
     # --- reading and writing ----------------------------------------------------------------
 
@@ -171,9 +147,8 @@ class StoredVersion:
             if writable:
                 with self._unsharing:  # two copies made at once would lose what was written
                     unshare(self.directory / path)
-            flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW
-            with self._handle.use() as here:
-                return os.open(path, flags, dir_fd=here)
+            flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_NOFOLLOW
+            return self._directory.open_file(path, flags)
 
     def confirm(self, shard: int) -> bool:
         """Say whether a shard is good on disk now; call it before serving or using one.
@@ -209,7 +184,10 @@ class StoredVersion:
             DiskError: As ``confirm``.
         """
         expected = self._journal.entries.get(shard)
-        if expected is not None and self._hash(self.version.layout.extent(shard)) == expected:
+        extent = self.version.layout.extent(shard)
+        if expected is not None and expected == self._directory.xxh3(
+            extent.path, extent.offset, extent.length
+        ):
             with self._lock:
                 if self._states[shard]:
                     self._states[shard] = ShardState.VERIFIED.value
@@ -314,16 +292,8 @@ class StoredVersion:
             target.parent.mkdir(parents=True, exist_ok=True)
             if target.exists():
                 raise StateError("a version of that number is already there", source=str(target))
-            self._target = target
-            os.rename(self.directory, target)
-            if durability is Durability.SYNC:
-                try:
-                    fsync_directory(target.parent)
-                except OSError:
-                    os.rename(target, self.directory)  # staged, as promised
-                    raise
+            self._directory.rename(target, sync=durability is Durability.SYNC)
         with self._lock:
-            self.directory = target
             self.committed = True
             self._journal.close()  # a descriptor less for each version that merely lies there
             self._stamps = [self._stamp(file) for file in range(len(self._stamps))]
@@ -348,32 +318,16 @@ class StoredVersion:
             BusyError: If the version is being evicted at this moment, or is gone already.
             DiskError: If the system refuses.
         """
-        with self._lock:
-            if self._leases == 0:
-                try:
-                    fd = self._handle.acquire()
-                except OSError as error:
-                    if error.errno in (errno.EBADF, errno.ENOENT):
-                        raise BusyError("the version was evicted", source=self._name) from error
-                    raise disk_error(error, self.directory, "opening") from error
-                if not try_lock(fd, exclusive=False):
-                    self._handle.release()
-                    raise BusyError("the version is being evicted", source=self._name)
-                self._lease_fd = fd
-            self._leases += 1
+        self._directory.acquire_lease()
 
     def release_lease(self) -> None:
         """Give a lease back."""
-        with self._lock:
-            self._leases -= 1
-            if self._leases == 0:
-                fcntl.flock(self._lease_fd, fcntl.LOCK_UN)
-                self._handle.release()
+        self._directory.release_lease()
 
     @property
     def leased(self) -> bool:
         """Whether this process holds a lease."""
-        return self._leases > 0
+        return self._directory.leased
 
     def set_read_only(self, read_only: bool) -> None:
         """Say whether another process keeps the journal."""
@@ -381,12 +335,12 @@ class StoredVersion:
 
     def let_go(self) -> None:
         """Hold no descriptor that nobody uses at the moment; the object stays usable."""
-        self._handle.let_go()
+        self._directory.let_go()
 
     def close(self) -> None:
         """Close the descriptors that this object holds."""
         self._journal.close()
-        self._handle.close()
+        self._directory.close()
 
     # --- inner workings ---------------------------------------------------------------------
 
@@ -394,33 +348,14 @@ class StoredVersion:
     def _name(self) -> str:
         return str(self.directory)
 
-    def _open_directory(self) -> int:
-        """Open the directory; the second time only if it is the same one.
-
-        A rename by this process may be under way: then it has its new name already.
-        """
-        try:
-            fd = os.open(self.directory, _DIRECTORY_FLAGS)
-        except FileNotFoundError:
-            if self._target is None:
-                raise
-            fd = os.open(self._target, _DIRECTORY_FLAGS)
-        found = os.fstat(fd)
-        identity = (found.st_dev, found.st_ino)
-        if self._identity not in (None, identity):
-            os.close(fd)
-            raise FileNotFoundError(errno.ENOENT, "another directory has taken its place")
-        self._identity = identity
-        return fd
-
     def _notice_reopening(self) -> None:
         """Trust nothing in a staged version whose directory was closed meanwhile.
 
         Another process may have put a new one in its place that got the same inode number.
         """
-        if self._openings != self._handle.opened:
+        if self._openings != self._directory.opened:
             with self._lock:
-                self._openings = self._handle.opened
+                self._openings = self._directory.opened
                 for shard, state in enumerate(self._states):
                     if state == ShardState.VERIFIED.value:
                         self._states[shard] = ShardState.RECORDED.value
@@ -450,16 +385,8 @@ class StoredVersion:
                 f"instead of {entry.bytes}"
             )
 
-    def _stamp(self, file: int) -> tuple[int, int, int] | None:
-        path = self.version.layout.files[file].path
-        try:
-            with self._handle.use() as here:
-                stat = os.stat(path, dir_fd=here, follow_symlinks=False)
-        except OSError as error:
-            if error.errno in OUT_OF_DESCRIPTORS:  # says nothing about the file
-                raise disk_error(error, self.directory / path, "looking at") from error
-            return None
-        return stat.st_size, stat.st_mtime_ns, stat.st_ino
+    def _stamp(self, file: int) -> Stamp | None:
+        return self._directory.stamp(self.version.layout.files[file].path)
 
     def _notice_change(self, file: int) -> None:
         stamp = self._stamp(file)
@@ -471,33 +398,6 @@ class StoredVersion:
             for shard in self.version.layout.file_shards(file):
                 if self._states[shard] == ShardState.VERIFIED.value:
                     self._states[shard] = ShardState.RECORDED.value
-
-    def _hash(self, extent: Extent) -> bytes | None:
-        """Return the xxh3 of a shard on disk, None if its file is gone or too short.
-
-        Raises:
-            DiskError: If the system cannot say what the bytes are (EIO, out of descriptors).
-        """
-        hasher = xxhash.xxh3_128()
-        path = self.version.layout.files[extent.file].path
-        with disk_errors(self.directory / path, "reading"):
-            try:
-                with self._handle.use() as here:
-                    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=here)
-            except (FileNotFoundError, NotADirectoryError):
-                return None
-            try:
-                buffer = memoryview(bytearray(min(COPY_CHUNK_BYTES, extent.length)))
-                done = 0
-                while done < extent.length:
-                    piece = buffer[: min(len(buffer), extent.length - done)]
-                    if read_into(fd, piece, extent.offset + done) != len(piece):
-                        return None
-                    hasher.update(piece)
-                    done += len(piece)
-            finally:
-                os.close(fd)
-        return hasher.digest()
 
     def _sync(self) -> None:
         for file, entry in enumerate(self.version.layout.files):

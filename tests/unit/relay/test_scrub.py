@@ -10,6 +10,7 @@ import pytest
 from relay.metrics import Metrics
 from relay.scrub import BUSY_SHARE, IDLE_S, Scrubber, pause_s, rotated
 from relay.shelf import Shelf
+from shardcast.store.directory import VersionDirectory
 from shardcast.store.files import disk_error
 from shardcast.store.run import RunStore
 from shardcast.store.stored import StoredVersion
@@ -197,14 +198,14 @@ async def test_a_shard_that_cannot_be_read_counts_as_damaged(
     stored = run.commit(1)
     assert all(stored.confirm(shard) for shard in range(4))
     shared = node(time, stored, store=run)
-    real = StoredVersion._hash
+    real, bad = VersionDirectory.xxh3, stored.version.layout.extent(2)
 
-    def broken(self: StoredVersion, extent: Any) -> bytes | None:
-        if extent.shard == 2:
-            raise disk_error(OSError(5, "Input/output error"), extent.path, "reading")
-        return real(self, extent)
+    def broken(self: VersionDirectory, path: str, offset: int, length: int) -> bytes | None:
+        if (path, offset) == (bad.path, bad.offset):
+            raise disk_error(OSError(5, "Input/output error"), path, "reading")
+        return real(self, path, offset, length)
 
-    monkeypatch.setattr(StoredVersion, "_hash", broken)
+    monkeypatch.setattr(VersionDirectory, "xxh3", broken)
     scrubber = Scrubber(shared, sleep=time.sleep)
     await scrubber.read_all()
     assert stored.missing() == [2]
