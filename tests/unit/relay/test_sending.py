@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -40,10 +42,20 @@ class Request:
         return self.transport.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT)
 
 
-def a_request(*, fast: bool) -> Request:
-    sock = socket.socket()
-    queue_at_most(sock, QUEUED_BYTES)
-    return Request(Connection(fast), Transport(sock))
+Make = Callable[[bool], Request]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Makes requests on sockets, as a connection that was fast the last time or not."""
+    with ExitStack() as stack:
+
+        def made(fast: bool) -> Request:
+            sock = stack.enter_context(socket.socket())
+            queue_at_most(sock, QUEUED_BYTES)
+            return Request(Connection(fast), Transport(sock))
+
+        yield made
 
 
 def sent(lane: FastLane, request: Request, count: int) -> int:
@@ -52,30 +64,30 @@ def sent(lane: FastLane, request: Request, count: int) -> int:
         return request.queue
 
 
-def test_the_first_response_is_bounded_and_the_next_of_a_fast_reader_is_not() -> None:
-    lane, request = FastLane(), a_request(fast=False)
+def test_the_first_response_is_bounded_and_the_next_of_a_fast_reader_is_not(make: Make) -> None:
+    lane, request = FastLane(), make(False)
     assert sent(lane, request, 8 * MIB) == QUEUED_BYTES
     assert request.protocol.fast
     assert sent(lane, request, 8 * MIB) > 1 << 30
     assert request.queue == QUEUED_BYTES  # not between two responses
 
 
-def test_small_responses_say_nothing() -> None:
-    lane, request = FastLane(), a_request(fast=False)
+def test_small_responses_say_nothing(make: Make) -> None:
+    lane, request = FastLane(), make(False)
     sent(lane, request, 1000)
     assert not request.protocol.fast
 
 
-def test_a_slow_response_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    lane, request, now = FastLane(), a_request(fast=True), [0.0]
+def test_a_slow_response_ends_it(monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
+    lane, request, now = FastLane(), make(True), [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     with lane.sending(cast(web.BaseRequest, request), 8 * MIB):
         now[0] += 10.0
     assert not request.protocol.fast
 
 
-def test_only_a_few_at_once_and_places_come_back() -> None:
-    lane, requests = FastLane(2), [a_request(fast=True) for _ in range(3)]
+def test_only_a_few_at_once_and_places_come_back(make: Make) -> None:
+    lane, requests = FastLane(2), [make(True) for _ in range(3)]
     with (
         lane.sending(cast(web.BaseRequest, requests[0]), 1),
         lane.sending(cast(web.BaseRequest, requests[1]), 1),
