@@ -28,14 +28,8 @@ from shardcast.protocol.documents import check_run
 from shardcast.protocol.trust import Accepted, TrustState
 from shardcast.protocol.wire import NODE_HEADER
 from shardcast.store.run import RunStore
-from shardcast.upstream import (
-    HeadAnswer,
-    HeadWatcher,
-    Upstream,
-    UpstreamState,
-    WaitSlots,
-    open_session,
-)
+from shardcast.upstream import HeadAnswer, Upstream, open_session
+from shardcast.watcher import HeadWatcher, UpstreamState, WaitSlots
 
 log = logging.getLogger("relay.following")
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from relay.config import RelayConfig
 from shardcast.protocol.limits import MAX_DEPTH
-from shardcast.upstream import HeadWatcher, UpstreamState
+from shardcast.watcher import HeadWatcher, UpstreamState
 
 log = logging.getLogger("relay.parents")
 

@@ -24,7 +24,8 @@ from shardcast.protocol.head import Head, decode_head
 from shardcast.protocol.limits import SKEW_MS
 from shardcast.protocol.trust import Accepted, TrustState
 from shardcast.store.run import RunStore
-from shardcast.upstream import HeadAnswer, UpstreamState
+from shardcast.upstream import HeadAnswer
+from shardcast.watcher import UpstreamState
 
 
 def unix_ms() -> int:

@@ -48,7 +48,8 @@ from shardcast.schedule import Notice
 from shardcast.selector import Selector
 from shardcast.store.run import RunStore
 from shardcast.store.stored import Durability, StoredVersion
-from shardcast.upstream import HeadSource, HeadWatcher, UpstreamState
+from shardcast.upstream import HeadSource
+from shardcast.watcher import HeadWatcher, UpstreamState
 
 _T = TypeVar("_T")
 

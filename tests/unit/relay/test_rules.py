@@ -16,7 +16,7 @@ from relay.siblings import Siblings, owner_of
 from shardcast.errors import MalformedError, NetworkError, SourceStatusError, UsageError
 from shardcast.protocol.limits import MAX_DEPTH
 from shardcast.protocol.wire import parse_path
-from shardcast.upstream import UpstreamState
+from shardcast.watcher import UpstreamState
 
 
 class Clock:
