@@ -106,7 +106,7 @@ def _parse(path: Path) -> dict[str, Any]:
         raise UsageError(
             f"cannot read configuration file {path}: {error.strerror}", source=str(path)
         ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise MalformedError(f"configuration file {path}: {error}", source=str(path)) from error
 
 

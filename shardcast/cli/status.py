@@ -92,8 +92,9 @@ def _run(name: str, run: Any, now_ms: float) -> Iterable[str]:
             facts.append("ON HOLD")
         if head.get("open") is not None:
             facts.append(f"version {head['open']} is being published")
-        if head.get("withdrawn"):
-            facts.append(f"withdrawn {', '.join(map(str, head['withdrawn']))}")
+        withdrawn = head.get("withdrawn")
+        if isinstance(withdrawn, list) and withdrawn:
+            facts.append(f"withdrawn {', '.join(map(str, withdrawn))}")
     else:
         facts.append("no head yet")
     yield ", ".join(facts)
