@@ -92,6 +92,7 @@ def test_every_test_that_threats_names_exists() -> None:
         *(ROOT / "tests").glob("unit/worker/*.py"),
         *(ROOT / "tests").glob("unit/publishing/*.py"),
         *(ROOT / "tests").glob("contract/*.py"),
+        *(ROOT / "tests").glob("faults/*.py"),
     ]
     text = "\n".join(path.read_text(encoding="utf-8") for path in sources)
     assert named <= set(re.findall(r"^(?:async )?def (test_\w+)\(", text, re.MULTILINE))
