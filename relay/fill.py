@@ -59,8 +59,8 @@ class Target(Protocol):
         """Return a readable and writable descriptor (the fill closes it) and the base offset."""
         ...
 
-    def finish(self, xxh3: bytes) -> None:
-        """Keep the verified blob."""
+    def finish(self, xxh3: bytes, length: int) -> None:
+        """Keep the verified blob: the first ``length`` bytes. What follows is of a wrong one."""
         ...
 
     def landed(self) -> None:

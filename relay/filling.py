@@ -101,7 +101,7 @@ class Filling:
                 self._chosen = choice
                 return 0.0
             if self._ask(choice, transfer):
-                fill.target.finish(transfer.xxh3)
+                fill.target.finish(transfer.xxh3, transfer.offset)
                 return None
 
     def _ask(self, choice: Choice, transfer: Transfer) -> bool:

@@ -62,8 +62,9 @@ class ShardTarget:
         self._stored = stored
         return fd, extent.offset
 
-    def finish(self, xxh3: bytes) -> None:
+    def finish(self, xxh3: bytes, length: int) -> None:
         """Record the shard as verified."""
+        del length  # the extent's
         assert self._stored is not None
         self._stored.record(self._place.shard, xxh3)
         self.discard()
@@ -113,14 +114,16 @@ class BlobTarget:
             self._fd = create_temporary(self._path)
         return self._fd, 0
 
-    def finish(self, xxh3: bytes) -> None:
+    def finish(self, xxh3: bytes, length: int) -> None:
         """Parse a document, and move the file to its place."""
         del xxh3
         if self._path is None:
             raise NotFoundError(f"temporary file of blob {self.digest} was never made")
+        with disk_errors(self._path, "shortening"):
+            os.ftruncate(self._fd, length)  # a wrong one that came before may have been longer
         if isinstance(self._blob, DocumentBlob):
             with disk_errors(self._path, "reading"):
-                data = os.pread(self._fd, self.limit + 1, 0)
+                data = os.pread(self._fd, length, 0)
             self._parsed = self._run.parse(self._blob, data)
         self._run.shelf.keep(self.digest, self._path, self._fd)
         self._path = None
@@ -162,7 +165,7 @@ class SpareTarget:
         remove_quietly(path)
         return fd, 0
 
-    def finish(self, xxh3: bytes) -> None:
+    def finish(self, xxh3: bytes, length: int) -> None:
         """Nothing is kept."""
 
     def landed(self) -> None:

@@ -283,6 +283,27 @@ async def test_no_parent_has_it_gives_503_with_retry_after(tmp_path: Path) -> No
         assert (await http(url, path_of(BIG))).body == DATA  # nothing negative was kept
 
 
+async def test_nothing_of_a_longer_wrong_document_stays_behind_the_right_one(
+    tmp_path: Path,
+) -> None:
+    """The file was as long as the longest answer: unverified bytes under a verified name."""
+
+    async def page(ask: object, writer: asyncio.StreamWriter) -> None:
+        writer.write(start_of(200, 9000) + b"<html>" + b"x" * 5000)
+        await writer.drain()
+        writer.transport.abort()
+
+    parent = ScriptedParent()
+    parent.serve(make_head(VERSION), VERSION)
+    for digest in VERSION.documents:
+        parent.script(digest, page)
+    async with parent.running(), running(config(tmp_path / "r", parent.url)) as url:
+        await wait_ready(url)
+        for digest in VERSION.documents:
+            assert parent.count(digest) > 1
+            assert (await http(url, path_of(digest))).body == VERSION.blobs[digest]
+
+
 async def test_a_document_of_the_wrong_length_is_refused(tmp_path: Path) -> None:
     async def endless(ask: object, writer: asyncio.StreamWriter) -> None:
         writer.write(start_of(200, 1 << 40))
