@@ -108,8 +108,7 @@ class Activator:
         withdrawn = accepted.head.withdrawn if accepted is not None else []
         stale = [n for n in store.staged() if n not in busy and (n < current or n in withdrawn)]
         gone = [*stale, *over]
-        served = (store.root / "state" / "serve").exists()
-        spare = self._options.keep if self._recycling and not served else None
+        spare = self._options.keep if self._recycling and not self._served() else None
         if not self._documents.acquire(blocking=False):
             for n in gone:  # documents of another version are just coming: none is removed now
                 store.evict(n, spare_within=spare)
@@ -120,6 +119,16 @@ class Activator:
                 collect(store, gone, spare_within=spare)
         finally:
             self._documents.release()
+
+    def _served(self) -> bool:
+        """Say whether this directory is served to neighbours, or may be: the disk does not tell."""
+        try:
+            os.stat(self._store.root / "state" / "serve")
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+        return True
 
     # --- the hook ---------------------------------------------------------------------------
 
