@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from shardcast.obtain import Tally
+from shardcast.plan_work import Tally
 from shardcast.protocol.manifest import Version
 from shardcast.protocol.plan import Holding, plan_version, worth_switching
 from shardcast.pulling import FetchPool

@@ -37,7 +37,8 @@ from shardcast.events import EventKind, WorkerEvent
 from shardcast.fetch import BlobSource
 from shardcast.heads import HeadKeeper
 from shardcast.hooks import UpdateHook
-from shardcast.obtain import Damage, Obtainer, Tally
+from shardcast.obtain import Obtainer
+from shardcast.plan_work import Damage, Tally
 from shardcast.protocol.documents import check_run
 from shardcast.protocol.head import VersionRef
 from shardcast.protocol.limits import MAX_DEPTH
