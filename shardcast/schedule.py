@@ -50,6 +50,9 @@ _POLL_S: Final = 0.1
 _HEDGES: Final = 2
 """Most second requests at a time: each keeps up to a shard in memory."""
 
+_REFUSALS: Final = 2
+"""A source that failed with one blob so often is not expected to bring it soon."""
+
 _PATIENCE: Final = 10
 """Received but unverified bytes keep a pull alive for this many times ``give_up_after_s``."""
 
@@ -178,7 +181,10 @@ class Schedule:
         left = self.budget.pulled - self._done_bytes
         left -= sum(flight.job.transfer.offset for flight in self._flights if not flight.hedge)
         size = max(job.bytes - job.transfer.offset, 0)
-        return endgame.too_slow(self._selector.ratings(), size, left, self._config)
+        # One that keeps refusing this very blob is no reason not to ask a slow one for it.
+        ratings = self._selector.ratings()
+        able = {url: r for url, r in ratings.items() if job.tries.get(url, 0) < _REFUSALS}
+        return endgame.too_slow(able, size, left, self._config)
 
     def _begin(self, flight: Flight) -> Flight:
         flight.first_at = flight.seen_at = flight.mark_at = flight.started

@@ -205,6 +205,22 @@ def test_a_blob_that_is_not_there_yet_is_tried_elsewhere_and_again_with_growing_
     assert play.selector.rating("a").failures == 0
 
 
+def test_a_fast_source_that_refuses_a_blob_does_not_keep_a_slow_one_from_it() -> None:
+    """Else one relay that is fast and withholds some shards holds up the whole pull."""
+    play = Play("fast", "slow")
+    play.selector.started("fast")
+    play.selector.succeeded("fast", SIZE, 0.1)
+    play.selector.started("slow")
+    play.selector.succeeded("slow", SIZE, 2.0)
+    play.add()
+    refusals = 0
+    while (flight := play.start()).source == "fast":
+        refusals += 1
+        error = SourceStatusError("not here", source="fast", status=404)
+        play.schedule.failed(flight, error)
+    assert refusals == 2
+
+
 def test_a_404_of_one_blob_does_not_keep_others_waiting() -> None:
     play = Play("a")
     play.add("missing")
