@@ -9,7 +9,6 @@ import os
 import threading
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from shardcast.cancel import Cancel
 from shardcast.errors import DiskError, MalformedError
@@ -21,9 +20,7 @@ from shardcast.store.files import atomic_write
 from shardcast.store.recycling import worthwhile
 from shardcast.store.retention import Held, Keep, choose_evictions, collect
 from shardcast.store.run import RunStore
-
-if TYPE_CHECKING:
-    from shardcast.session import WorkerOptions
+from shardcast.worker_options import WorkerOptions
 
 
 class Activator:

@@ -25,11 +25,12 @@ from shardcast.protocol import trust
 from shardcast.protocol.head import Head, VersionRef
 from shardcast.protocol.limits import SKEW_MS
 from shardcast.protocol.trust import TrustState
-from shardcast.session import Obtained, WorkerOptions, WorkerSession
+from shardcast.session import Obtained, WorkerSession
 from shardcast.store.locks import FileLock
 from shardcast.store.run import RunStore
 from shardcast.store.stored import StoredVersion
 from shardcast.upstream import HeadAnswer, Upstream, open_session
+from shardcast.worker_options import WorkerOptions
 
 POLL_S: Final = 0.1
 """A try for the lock and two looks at names: cheap, and a commit is shared within this."""

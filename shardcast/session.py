@@ -8,109 +8,42 @@ returns, and leaves verified shards and a consistent directory behind.
 from __future__ import annotations
 
 import asyncio
-import random
-import ssl
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, TypeVar
 
 from shardcast import deadline
 from shardcast.activating import Activator
 from shardcast.cancel import Cancel
-from shardcast.config import NetConfig
 from shardcast.documents import DocumentFetcher
 from shardcast.effort import Effort
 from shardcast.errors import (
     EngineError,
     IntegrityError,
-    MalformedError,
     NetworkError,
     ShardcastError,
-    SourceStatusError,
-    UsageError,
 )
 from shardcast.events import EventKind, WorkerEvent
-from shardcast.fetch import BlobSource
 from shardcast.heads import HeadKeeper
-from shardcast.hooks import UpdateHook
 from shardcast.obtain import Obtainer
 from shardcast.plan_work import Damage, Tally
-from shardcast.protocol.documents import check_run
 from shardcast.protocol.head import VersionRef
-from shardcast.protocol.limits import MAX_DEPTH
 from shardcast.protocol.manifest import Version
 from shardcast.pulling import FetchPool
 from shardcast.scans import Scans
-from shardcast.schedule import Notice
-from shardcast.selector import Selector
+from shardcast.source_set import SourceSet
 from shardcast.store.run import RunStore
-from shardcast.store.stored import Durability, StoredVersion
+from shardcast.store.stored import StoredVersion
 from shardcast.upstream import HeadSource
-from shardcast.watcher import HeadWatcher, UpstreamState
+from shardcast.worker_options import WorkerOptions
 
 _T = TypeVar("_T")
 
 PROGRESS_S: Final = 0.2
 """Progress events: five a second move a bar smoothly and cost nothing."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerOptions:
-    """Everything a worker is told. Immutable.
-
-    Attributes:
-        out: The run's directory on this machine.
-        run: The run.
-        sources: Base URLs.
-        keys: Pinned raw public keys.
-        first_use: Trust the first head's keys where none is known.
-        accept_expired: Take versions of an expired head.
-        durability: What a commit waits for.
-        keep: Committed versions that are kept, at least 1.
-        on_update: Run after each commit.
-        config: Network bounds.
-        tls: For https; None means the system's certificates.
-        deadline_s: A single pull fails after so long, whatever it waits for; None: never by that.
-        threads: For local hashing and copying; None means all cores.
-        recycle: A follower overwrites files of evicted versions that nobody can read any more.
-            False where a program outside sends them with ``sendfile``.
-    """
-
-    out: Path
-    run: str
-    sources: tuple[str, ...]
-    keys: tuple[bytes, ...] = ()
-    first_use: bool = False
-    accept_expired: bool = False
-    durability: Durability = Durability.SYNC
-    keep: int = 2
-    on_update: UpdateHook | None = None
-    config: NetConfig = field(default_factory=NetConfig)
-    tls: ssl.SSLContext | None = None
-    deadline_s: float | None = None
-    threads: int | None = None
-    recycle: bool = True
-
-    def __post_init__(self) -> None:
-        """Check what can be wrong before anything is opened.
-
-        Raises:
-            UsageError: Naming it.
-        """
-        try:
-            check_run(self.run)
-        except MalformedError as error:
-            raise UsageError(error.message) from error
-        if not self.sources:
-            raise UsageError("a worker needs at least one source (--from URL)")
-        if self.keep < 1:
-            raise UsageError(f"keep is at least 1, not {self.keep}")
-        if self.deadline_s is not None and not self.deadline_s > 0:
-            raise UsageError(f"a deadline is above zero, not {self.deadline_s:g} s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +62,7 @@ class WorkerSession:
         options: What the worker was told.
         store: The run's directory.
         keeper: Judges heads.
+        sources: Where heads and blobs come from.
         activator: Commits and evicts.
         emit: Takes events.
     """
@@ -145,80 +79,11 @@ class WorkerSession:
         self.store = store
         self.keeper = keeper
         self.emit = emit
-        self._upstreams = upstreams
-        self._rng = random.Random()  # noqa: S311 - spreads load, keeps no secret
-        self._sources = {
-            source.url: source
-            for url in options.sources
-            for source in [BlobSource(url, options.config, tls=options.tls)]
-        }
-        self._selector = self._new_selector()
-        # Documents are small and decide what is fetched next: they never queue behind shards.
-        self._document_selector = self._new_selector()
+        self.sources = SourceSet(options, upstreams, keeper, emit)
         self._scans = Scans(store, options.threads)
         self._documents = threading.Lock()
         self._effort = Effort(store)
-        self._watcher: HeadWatcher | None = None
-        self._failures: dict[str, ShardcastError] = {}
         self.activator = Activator(options, store, keeper, self._scans, self._documents)
-
-    def _new_selector(self) -> Selector[str]:
-        config = self.options.config
-        return Selector(
-            self._sources,
-            clock=time.monotonic,
-            rng=self._rng,
-            limit=config.connections_per_source,
-            rest_first_s=config.backoff_first_s * 2,
-            rest_cap_s=config.backoff_cap_s,
-        )
-
-    @property
-    def urls(self) -> tuple[str, ...]:
-        """The sources."""
-        return tuple(self._sources)
-
-    # --- heads ------------------------------------------------------------------------------
-
-    def watcher(self) -> HeadWatcher:
-        """Return a watcher of all sources that feeds the keeper."""
-        self._watcher = HeadWatcher(
-            self.options.run,
-            self._upstreams,
-            self.options.config,
-            self.keeper.on_head,
-            on_change=self._on_change,
-            rng=self._rng,
-        )
-        return self._watcher
-
-    @property
-    def depth(self) -> int:
-        """One more than the nearest live source's distance from the origin, at most 16."""
-        states = self._watcher.states.values() if self._watcher is not None else ()
-        depths = [s.depth for s in states if s.live and s.depth is not None]
-        return min([MAX_DEPTH, *(depth + 1 for depth in depths)])
-
-    def _on_change(self, url: str, state: UpstreamState) -> None:
-        self.keeper.on_change(url, state)
-        if url not in self._sources:
-            return
-        silent = isinstance(state.error, NetworkError)
-        if silent and not isinstance(state.error, SourceStatusError):
-            self._doubt(url)
-        elif state.live:
-            self._selector.alive(url)
-            self._document_selector.alive(url)
-
-    def _doubt(self, url: str) -> None:
-        self._selector.doubt(url)
-        self._document_selector.doubt(url)
-
-    def _doubt_the_unheard(self) -> None:
-        """Leave sources alone that gave no sign of life while others gave a head."""
-        for url, state in (self._watcher.states if self._watcher is not None else {}).items():
-            if not state.live and state.error is None and url in self._sources:
-                self._doubt(url)
 
     # --- obtain -----------------------------------------------------------------------------
 
@@ -242,7 +107,7 @@ class WorkerSession:
         def get(cancel: Cancel) -> VersionRef:
             with self._documents:
                 return DocumentFetcher(
-                    self.store, lambda: self._document_pool(cancel, patience)
+                    self.store, lambda: self.sources.document_pool(cancel, patience)
                 ).ref_of(manifest)
 
         return await self.in_thread(get)
@@ -256,12 +121,12 @@ class WorkerSession:
 
     def _obtain(self, ref: VersionRef, cancel: Cancel) -> Obtained:
         tally = Tally(total_bytes=ref.bytes)
-        self._doubt_the_unheard()
+        self.sources.doubt_the_unheard()
         version = self._documents_of(ref, cancel, tally)
         pools: list[FetchPool] = []
 
         def pool() -> FetchPool:
-            pools.append(self._pool(cancel))
+            pools.append(self.sources.pool(cancel))
             return pools[-1]
 
         obtainer = Obtainer(
@@ -282,7 +147,9 @@ class WorkerSession:
     def _documents_of(self, ref: VersionRef, cancel: Cancel, tally: Tally) -> Version:
         with self._documents:
             return DocumentFetcher(
-                self.store, lambda: self._document_pool(cancel), lambda n: _add_fetched(tally, n)
+                self.store,
+                lambda: self.sources.document_pool(cancel),
+                lambda n: _add_fetched(tally, n),
             ).version(ref, self.keeper.state)
 
     async def supersedes(self, newer: VersionRef) -> bool:
@@ -299,28 +166,6 @@ class WorkerSession:
         if not self._effort.under_way:
             return True  # not a byte of it has been asked for
         return self._effort.switch_to(self._documents_of(newer, cancel, Tally()))
-
-    def _pool(self, cancel: Cancel) -> FetchPool:
-        return self._pool_with(self._selector, cancel, self.options.config)
-
-    def _document_pool(self, cancel: Cancel, config: NetConfig | None = None) -> FetchPool:
-        return self._pool_with(self._document_selector, cancel, config or self.options.config)
-
-    def _pool_with(self, selector: Selector[str], cancel: Cancel, config: NetConfig) -> FetchPool:
-        return FetchPool(
-            self.options.run, self._sources, selector, config, cancel, notify=self._notice
-        )
-
-    def _notice(self, notice: Notice) -> None:
-        error = notice.error
-        self._failures[notice.source] = error
-        if isinstance(error, SourceStatusError) and error.status in (404, 429, 503):
-            return  # not yet, not now: no news before a pull fails for it
-        if notice.banned:  # for documents as for shards
-            for selector in (self._selector, self._document_selector):
-                selector.banned(notice.source, self.options.config.ban_s)
-        kind = EventKind.BANNED if notice.banned else EventKind.SOURCE
-        self.emit(WorkerEvent(kind=kind, run=self.options.run, source=notice.source, error=error))
 
     def _damaged(self, damage: Damage) -> None:
         self.emit(
@@ -430,7 +275,7 @@ class WorkerSession:
                 bytes_here=0 if layout is None else sum(layout.extent(s).length for s in here),
                 bytes_total=ref.bytes,
             )
-        failures = {**self.keeper.errors, **self._failures}
+        failures = {**self.keeper.errors, **self.sources.failures}
         return deadline.too_late(self.options.run, seconds, progress, failures)
 
     def emit_version(
@@ -474,8 +319,7 @@ class WorkerSession:
     def close(self) -> None:
         """Close sockets and files. Nothing may be running any more."""
         self.activator.close()
-        for source in self._sources.values():
-            source.close()
+        self.sources.close()
         self.store.close()
 
 

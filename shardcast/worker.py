@@ -44,9 +44,10 @@ from shardcast.protocol.digest import is_digest
 from shardcast.protocol.head import Head, VersionRef
 from shardcast.protocol.limits import MAX_DEPTH
 from shardcast.protocol.trust import Accepted
-from shardcast.session import Obtained, WorkerOptions, WorkerSession
+from shardcast.session import Obtained, WorkerSession
 from shardcast.store.locks import FileLock
 from shardcast.store.stored import Durability, StoredVersion
+from shardcast.worker_options import WorkerOptions
 
 __all__ = [
     "Durability",
@@ -152,7 +153,7 @@ class Worker:
     @property
     def depth(self) -> int:
         """How far from the origin what this worker follows is; 16 while no source answers."""
-        return MAX_DEPTH if self._following is None else self._following.depth
+        return MAX_DEPTH if self._following is None else self._following.sources.depth
 
     async def repair(self, version: int) -> None:
         """While following: hash a committed version again, and fetch what is damaged of it.
@@ -314,7 +315,7 @@ class Worker:
         keeper, config = session.keeper, self.options.config
         began = time.monotonic()
         first: float | None = None
-        everyone = set(session.urls)
+        everyone = set(session.sources.urls)
         while True:
             if watching.done():
                 watching.result()
@@ -340,7 +341,7 @@ class Worker:
     def _patience(self, session: WorkerSession, *, needed: bool) -> float:
         """Return how long to wait for a first head, by what the sources said so far."""
         errors = session.keeper.errors
-        if set(session.urls) <= set(errors):
+        if set(session.sources.urls) <= set(errors):
             if not any(isinstance(error, NetworkError) for error in errors.values()):
                 return 0.0  # every source gave a head, and none is acceptable
             if all(isinstance(e, SourceStatusError) and e.status == 404 for e in errors.values()):
@@ -484,7 +485,7 @@ class Worker:
 @asynccontextmanager
 async def _watching(session: WorkerSession) -> AsyncIterator[asyncio.Task[None]]:
     """Watch all sources while the block runs; yield the task, which ends only by an error."""
-    watching = asyncio.ensure_future(session.watcher().watch())
+    watching = asyncio.ensure_future(session.sources.watcher().watch())
     watching.add_done_callback(lambda _: session.keeper.changed.set())
     try:
         yield watching
