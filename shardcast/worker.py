@@ -16,23 +16,16 @@ from __future__ import annotations
 import asyncio
 import queue
 import ssl
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from shardcast.cancel import Cancel
+from shardcast.choosing import choose, first_head, watching
 from shardcast.config import NetConfig
 from shardcast.deadline import Deadline
 from shardcast.errors import (
-    NetworkError,
-    NotFoundError,
-    SourceStatusError,
-    StallError,
     UsageError,
-    WithdrawnError,
 )
 from shardcast.events import EventKind, Observer, WorkerEvent
 from shardcast.follow import Follower
@@ -43,7 +36,6 @@ from shardcast.protocol import trust
 from shardcast.protocol.digest import is_digest
 from shardcast.protocol.head import Head, VersionRef
 from shardcast.protocol.limits import MAX_DEPTH
-from shardcast.protocol.trust import Accepted
 from shardcast.session import Obtained, WorkerSession
 from shardcast.store.locks import FileLock
 from shardcast.store.stored import Durability, StoredVersion
@@ -59,11 +51,6 @@ __all__ = [
     "WorkerEvent",
     "WorkerOptions",
 ]
-
-_UNKNOWN_RUN_S: Final = 3.0
-"""A relay that was just started learns its runs within this; then 404 everywhere is an answer."""
-_UNREACHABLE_S: Final = 15.0
-"""A relay that is restarted listens again within this; then nobody is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,11 +217,11 @@ class Worker:
         """Lead: bring a version here and make it current."""
         async with (
             open_worker(self.options, self._observer, leading=True) as session,
-            _watching(session) as watching,  # it tells which sources are alive, all the time
+            watching(session) as task,  # it tells which sources are alive, all the time
         ):
             async with deadline.within(lambda seconds: session.too_late(seconds, None)):
-                accepted = await self._head(session, watching, needed=manifest is None)
-                ref = await self._choose(session, accepted, version, manifest)
+                accepted = await first_head(session, task, needed=manifest is None)
+                ref = await choose(session, accepted, version, manifest)
             head = None if accepted is None else accepted.head
             stored = session.here(ref.version, ref.manifest)
             if stored is not None and await session.whole(ref.version):
@@ -255,13 +242,13 @@ class Worker:
         """Wait for what another worker commits; None as soon as this one holds the lock."""
         async with (
             open_worker(self.options, self._observer, leading=False) as session,
-            _watching(session) as watching,
+            watching(session) as task,
         ):
             guest = Guest(session, lock)
             guest.tell_leader()
             async with deadline.within(lambda seconds: session.too_late(seconds, None)):
-                accepted = await self._head(session, watching, needed=manifest is None)
-                chosen = await self._choose(session, accepted, version, manifest)
+                accepted = await first_head(session, task, needed=manifest is None)
+                chosen = await choose(session, accepted, version, manifest)
 
             def wanted() -> VersionRef:
                 newest = session.keeper.accepted
@@ -275,82 +262,6 @@ class Worker:
                 return None
             head = None if session.keeper.accepted is None else session.keeper.accepted.head
             return _update(*shared, head)
-
-    async def _choose(
-        self,
-        session: WorkerSession,
-        accepted: Accepted | None,
-        version: int | None,
-        manifest: str | None,
-    ) -> VersionRef:
-        if manifest is None:
-            assert accepted is not None
-            ref = trust.require_version(accepted.head, version)
-            if not self.options.accept_expired:
-                keeper = session.keeper
-                trust.require_fresh(accepted, keeper.clock_ms(), keeper.clock_error_ms)
-            return ref
-        head = None if accepted is None else accepted.head
-        listed = [] if head is None else head.versions
-        ref = next((r for r in listed if r.manifest == manifest), None) or await session.ref_of(
-            manifest
-        )
-        if head is not None and ref.version in head.withdrawn:
-            raise WithdrawnError(f"version {ref.version} of run {head.run!r} was withdrawn")
-        known = session.keeper.state.manifests.get(ref.version)
-        if known is not None and known != manifest:
-            raise NotFoundError(
-                f"manifest {manifest} claims to be version {ref.version}, which is {known}"
-            )
-        return ref
-
-    async def _head(
-        self, session: WorkerSession, watching: asyncio.Task[None], *, needed: bool
-    ) -> Accepted | None:
-        """Return the newest head that any source gives within a moment of the first.
-
-        Raises:
-            ShardcastError: If no source gives an acceptable one in time, and it is needed.
-        """
-        keeper, config = session.keeper, self.options.config
-        began = time.monotonic()
-        first: float | None = None
-        everyone = set(session.sources.urls)
-        while True:
-            if watching.done():
-                watching.result()
-            keeper.changed.clear()
-            now = time.monotonic()
-            if keeper.accepted is not None:
-                first = now if first is None else first
-                if everyone <= keeper.heard or now >= first + config.head_grace_s:
-                    return keeper.accepted
-                left = first + config.head_grace_s - now
-            else:
-                if now >= began + self._patience(session, needed=needed):
-                    verdict = keeper.verdict()
-                    if needed or not isinstance(verdict, (NetworkError, NotFoundError)):
-                        raise verdict
-                    return None
-                left = 0.25
-            # Not wait_for: before Python 3.12 it may swallow a cancellation.
-            with suppress(TimeoutError):
-                async with asyncio.timeout(left):
-                    await keeper.changed.wait()
-
-    def _patience(self, session: WorkerSession, *, needed: bool) -> float:
-        """Return how long to wait for a first head, by what the sources said so far."""
-        errors = session.keeper.errors
-        if set(session.sources.urls) <= set(errors):
-            if not any(isinstance(error, NetworkError) for error in errors.values()):
-                return 0.0  # every source gave a head, and none is acceptable
-            if all(isinstance(e, SourceStatusError) and e.status == 404 for e in errors.values()):
-                return min(_UNKNOWN_RUN_S, self.options.config.give_up_after_s)
-            if not needed:
-                return 0.0
-            if not any(isinstance(e, (SourceStatusError, StallError)) for e in errors.values()):
-                return min(_UNREACHABLE_S, self.options.config.give_up_after_s)
-        return self.options.config.give_up_after_s
 
     # --- follow -----------------------------------------------------------------------------
 
@@ -399,7 +310,7 @@ class Worker:
                 async with open_worker(self.options, self._observer, leading=False) as session:
                     self._following = session
                     guest = Guest(session, lock)
-                    async with _watching(session):
+                    async with watching(session):
                         await guest.follow(updated)
                     seen = guest.seen
             async with open_worker(self.options, self._observer, leading=True) as session:
@@ -418,7 +329,7 @@ class Worker:
         current = await self._current(session)
         if current is not None:
             await self._finish(session, current, updated, seen)
-        async with _watching(session) as watching:
+        async with watching(session) as task:
             follower = Follower(
                 session,
                 session.keeper,
@@ -429,13 +340,13 @@ class Worker:
             )
             running = asyncio.ensure_future(follower.run())
             try:
-                await asyncio.wait([running, watching], return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait([running, task], return_when=asyncio.FIRST_COMPLETED)
             finally:
                 running.cancel()
                 await asyncio.gather(running, return_exceptions=True)
-            for task in (watching, running):
-                if task.done() and not task.cancelled():
-                    task.result()  # it only ends by an error
+            for ended in (task, running):
+                if ended.done() and not ended.cancelled():
+                    ended.result()  # it only ends by an error
 
     async def _finish(
         self, session: WorkerSession, current: tuple[int, str], updated: Updated, seen: int | None
@@ -480,18 +391,6 @@ class Worker:
                 yield item
         finally:
             following.stop()
-
-
-@asynccontextmanager
-async def _watching(session: WorkerSession) -> AsyncIterator[asyncio.Task[None]]:
-    """Watch all sources while the block runs; yield the task, which ends only by an error."""
-    watching = asyncio.ensure_future(session.sources.watcher().watch())
-    watching.add_done_callback(lambda _: session.keeper.changed.set())
-    try:
-        yield watching
-    finally:
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
 
 
 def _update(ready: Obtained, path: Path, head: Head | None) -> Update:
