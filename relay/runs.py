@@ -376,7 +376,7 @@ class RelayRun:
             state = stored.state(place.shard)
             if state is ShardState.MISSING or (only_verified and state is not ShardState.VERIFIED):
                 continue
-            opened = _open_extent(stored, place.shard)
+            opened = _open_extent(stored, place.shard, read=not only_verified)
             if opened is not None:
                 return opened
         return None
@@ -388,8 +388,11 @@ def _wake(waiters: list[asyncio.Future[None]]) -> None:
             waiter.set_result(None)
 
 
-def _open_extent(stored: StoredVersion, shard: int) -> Opened | None:
-    """Open a shard's file, leased; then see whether its bytes are good."""
+def _open_extent(stored: StoredVersion, shard: int, *, read: bool) -> Opened | None:
+    """Open a shard's file, leased; then see whether its bytes are good.
+
+    Without ``read`` only where that is known: a file that was written to is not read here.
+    """
     extent = stored.version.layout.extent(shard)
     try:
         stored.acquire_lease()
@@ -402,17 +405,18 @@ def _open_extent(stored: StoredVersion, shard: int) -> Opened | None:
         return None
     opened = Opened(fd, extent.offset, extent.length, stored)
     try:
-        good = stored.confirm(shard)
+        good = stored.confirm(shard, read=read)
     except (ShardcastError, OSError) as error:
         log.warning("version %d, shard %d: %s", stored.version.number, shard, error)
         good = False
     if not good:
-        log.error(
-            "version %d, shard %d is not good on disk: %s",
-            stored.version.number,
-            shard,
-            stored.damaged or "to be fetched again",
-        )
+        if read:
+            log.error(
+                "version %d, shard %d is not good on disk: %s",
+                stored.version.number,
+                shard,
+                stored.damaged or "to be fetched again",
+            )
         opened.close()
         return None
     return opened

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import re
 import stat
@@ -31,6 +32,7 @@ from shardcast.protocol.manifest import Version
 from shardcast.store.abandoned import is_hidden_temporary, remove_abandoned
 from shardcast.store.files import (
     FULL,
+    disk_error,
     disk_errors,
     fsync_directory,
     is_there,
@@ -43,6 +45,8 @@ from shardcast.store.records import RunRecords
 from shardcast.store.recycling import Spares, has_room
 from shardcast.store.stored import Durability, StoredVersion
 from shardcast.store.version_files import make_files
+
+log = logging.getLogger("shardcast.store")
 
 _NUMBER: Final = re.compile(r"^[0-9]{6,16}\Z", re.ASCII)
 _VERSION_STATE: Final = re.compile(r"^([0-9]{6,16})\.(?:json|shards)\Z", re.ASCII)
@@ -166,6 +170,8 @@ class RunStore(RunRecords):
     def evict(self, number: int, *, spare_within: int | None = None) -> bool:
         """Remove a version; False while any process holds a lease on it, or it is ``current``.
 
+        Also where the system does not even let it be opened now.
+
         The directory is renamed first, so that no crash leaves half a version under its name.
 
         Args:
@@ -180,9 +186,12 @@ class RunStore(RunRecords):
                 directory = self.staging_directory(number)
             try:
                 fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            except OSError:
+            except (FileNotFoundError, NotADirectoryError):
                 self._remove(number, None)
                 return True
+            except OSError as error:  # out of descriptors, EIO: it is still there, perhaps read
+                log.warning("version %d stays: %s", number, disk_error(error, directory, "opening"))
+                return False
             try:
                 if not try_lock(fd, exclusive=True):
                     return False

@@ -32,13 +32,18 @@ class Store:
         self._writer = True
 
     def runs(self) -> list[str]:
-        """Return the names of the runs that are here, sorted; other directories are passed over."""
-        found = []
+        """Return the names of the runs that are here, sorted; other directories are passed over.
+
+        Also those that cannot be looked into (``lost+found``): they are no reason to lose the others.
+        """
+        names = []
         with disk_errors(self.root, "listing"), contextlib.suppress(FileNotFoundError):
-            for entry in os.scandir(self.root):
-                with contextlib.suppress(MalformedError):
-                    if entry.name in self._runs or is_run_directory(Path(entry.path)):
-                        found.append(check_run(entry.name))
+            names = os.listdir(self.root)
+        found = []
+        for name in names:
+            with contextlib.suppress(MalformedError):
+                if check_run(name) in self._runs or is_run_directory(self.root / name):
+                    found.append(name)
         return sorted(found)
 
     def run(self, name: str, *, create: bool = False) -> RunStore:
@@ -105,5 +110,11 @@ class Store:
 
 
 def is_run_directory(path: Path) -> bool:
-    """Say whether a directory holds a run: a head, or the state of a version that is on its way."""
-    return (path / "head.json").is_file() or (path / "state").is_dir()
+    """Say whether a directory holds a run: a head, or the state of a version that is on its way.
+
+    One that cannot be looked into holds none that anybody could serve.
+    """
+    try:
+        return (path / "head.json").is_file() or (path / "state").is_dir()
+    except OSError:
+        return False

@@ -150,12 +150,17 @@ class StoredVersion:
             flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_NOFOLLOW
             return self._directory.open_file(path, flags)
 
-    def confirm(self, shard: int) -> bool:
+    def confirm(self, shard: int, *, read: bool = True) -> bool:
         """Say whether a shard is good on disk now; call it before serving or using one.
 
         A recorded shard is hashed once (xxh3, blocking). After that only the file's size, mtime
         and inode are compared; if those changed, all shards of the file are hashed again. A
         shard that is not good becomes missing, and a committed version is marked damaged.
+
+        Args:
+            shard: The shard.
+            read: False where nothing may wait for a disk: a shard whose bytes would have to be
+                hashed is then not said to be good.
 
         Raises:
             DiskError: If the bytes cannot be read now (EIO, out of descriptors): the shard keeps
@@ -172,7 +177,7 @@ class StoredVersion:
         state = self._states[shard]
         if state == ShardState.VERIFIED.value:
             return True
-        return self.look_again(shard)
+        return read and self.look_again(shard)
 
     def look_again(self, shard: int) -> bool:
         """Hash a shard that is here, whatever was known of it; say whether it is good.

@@ -1,6 +1,8 @@
 """The reading half of the HTTP surface (docs/PROTOCOL.md; RFC 9110, RFC 9111)."""
 
 import asyncio
+import os
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +11,7 @@ import pytest
 import pytest_asyncio
 
 from shardcast.protocol.digest import digest_of
+from shardcast.store.directory import VersionDirectory
 from shardcast.store.store import Store
 from tests.contract.made import RUN, SHARD, make_head, make_version, noise, publish, signer
 from tests.contract.relays import config, running, wait_head
@@ -324,6 +327,28 @@ async def test_a_file_changed_on_disk_is_never_served(origin: Origin) -> None:
     assert wanted
     status = await http(origin.url, "/v1/status")
     assert b'"damaged":"version 1, a.safetensors' in status.body
+
+
+async def test_a_file_that_was_touched_is_not_hashed_on_the_event_loop(
+    origin: Origin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shard is up to 16 MiB, perhaps on a slow disk: nobody else would be answered meanwhile."""
+    path = origin.store / RUN / "versions" / "000001" / "a.safetensors"
+    on_loop: list[bool] = []
+    real = VersionDirectory.xxh3
+
+    def xxh3(self: VersionDirectory, name: str, offset: int, length: int) -> bytes | None:
+        on_loop.append(threading.current_thread() is threading.main_thread())
+        return real(self, name, offset, length)
+
+    monkeypatch.setattr(VersionDirectory, "xxh3", xxh3)
+    for digest in origin.shards:
+        assert (await http(origin.url, origin.blob(digest))).status == 200
+    os.utime(path, ns=(1, 1))
+    for digest in origin.shards:
+        assert digest_of((await http(origin.url, origin.blob(digest))).body) == digest
+    assert on_loop
+    assert not any(on_loop)
 
 
 async def test_a_body_that_says_it_is_compressed_is_not_inflated(

@@ -257,3 +257,25 @@ def test_a_journal_is_written_on_where_it_ended(tmp_path: Path, sample: Sample) 
     journal.sync()
     journal.close()
     assert parse_journal((tmp_path / "j").read_bytes(), version.layout_digest, 4) == entries
+
+
+def test_without_descriptors_nothing_that_is_read_counts_as_evicted(
+    run: RunStore, sample: Sample, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its description and journal were removed, and it was lost under its readers."""
+    sample.fill(run)
+    stored = run.commit(1)
+    real = os.open
+
+    def none_left(path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        if Path(path) == stored.directory:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return real(path, flags, mode, dir_fd=dir_fd)
+
+    with stored.lease():
+        monkeypatch.setattr(os, "open", none_left)
+        assert not run.evict(1)
+        monkeypatch.undo()
+        assert run.state_path(1).exists()
+        assert run.stored(1) is stored
+        assert stored.complete

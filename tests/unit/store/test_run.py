@@ -548,3 +548,24 @@ def test_recording_many_shards_at_once(run: RunStore, sample: Sample) -> None:
     stored.record_all({n: xxhash.xxh3_128_digest(sample.shard(n)) for n in range(4)})
     assert all(stored.confirm(n) for n in range(4))
     assert reopened(run).stage(sample.version).present() == {0, 1, 2, 3}
+
+
+def test_a_directory_that_cannot_be_looked_into_hides_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``lost+found`` in a store that is a volume of its own, and a relay that is not root."""
+    store = Store(tmp_path)
+    store.run("a", create=True).write_head(b"{}")
+    for name in ("lost+found", "b"):
+        (tmp_path / name).mkdir()
+    real = Path.stat
+
+    def refused(self: Path, *, follow_symlinks: bool = True) -> os.stat_result:
+        if self.parent.name in ("lost+found", "b"):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real(self, follow_symlinks=follow_symlinks)
+
+    monkeypatch.setattr(Path, "stat", refused)
+    assert Store(tmp_path).runs() == ["a"]
+    with pytest.raises(NotFoundError):
+        Store(tmp_path).run("b")
