@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
-import ipaddress
 import logging
 from functools import partial
 from typing import Final
@@ -17,6 +15,7 @@ import msgspec
 from aiohttp import web
 
 from relay import respond
+from relay.authorization import refusal
 from relay.config import read_token
 from relay.node import Node
 from relay.origin import OriginFeed, local_trust, now_ms
@@ -87,7 +86,10 @@ class Publishing:
         self, request: web.BaseRequest, name: str, endpoint: str, digest: str
     ) -> web.StreamResponse:
         """Answer POST missing, PUT blobs and PUT head."""
-        refused = self._refusal(request) or await self._no_room()
+        refused = (
+            refusal(request, self._token, origin=not self._node.config.parents)
+            or await self._no_room()
+        )
         if refused is not None:
             return refused
         self._open += 1
@@ -128,27 +130,7 @@ class Publishing:
             return respond.busy_answer("too many uploads at once")
         return None
 
-    # --- who may --------------------------------------------------------------------------------
-
-    def _refusal(self, request: web.BaseRequest) -> web.Response | None:
-        if self._token is None:
-            where = "the origin" if self._node.config.parents else "a --publish-token-file"
-            return respond.error_answer(403, "forbidden", f"publishing here needs {where}")
-        transport = request.transport
-        if transport is None or not is_private(
-            transport.get_extra_info("peername"),
-            tls=transport.get_extra_info("sslcontext") is not None,
-        ):
-            return respond.error_answer(
-                403, "forbidden", "publishing needs TLS or loopback: the token would be readable"
-            )
-        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        token = given.strip().encode("utf-8", "surrogateescape")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(token, self._token):
-            return respond.error_answer(
-                401, "unauthorized", "wrong token", WWW_Authenticate='Bearer realm="shardcast"'
-            )
-        return None
+    # --- the run --------------------------------------------------------------------------------
 
     async def _run(self, name: str) -> RelayRun:
         """Return the run, made if it is new and some key may sign its first head.
@@ -357,23 +339,6 @@ class Publishing:
     def _head_answer(self, status: int, envelope: bytes) -> web.Response:
         etag = wire.head_etag(digest_of(envelope))
         return respond.json_answer(status, {"etag": etag}, ETag=etag)
-
-
-def is_private(peer: object, *, tls: bool) -> bool:
-    """Say whether nobody on the way can read a request: TLS, or this machine's loopback.
-
-    Only the connection counts: headers such as X-Forwarded-For can be written by anyone.
-    """
-    if tls:
-        return True
-    if not isinstance(peer, tuple) or not peer:
-        return False
-    try:
-        address = ipaddress.ip_address(str(peer[0]).partition("%")[0])
-    except ValueError:
-        return False
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return (mapped or address).is_loopback
 
 
 def _condition_holds(if_match: str | None, if_none: str | None, current: bytes | None) -> bool:

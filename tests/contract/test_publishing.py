@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from relay.authorization import is_private
 from shardcast.protocol.digest import digest_of
 from shardcast.store.store import Store
 from tests.contract.made import (
@@ -159,8 +160,6 @@ async def test_without_a_token_file_it_is_403(tmp_path: Path, method: str, path:
 
 
 def test_only_tls_or_loopback_counts_as_private() -> None:
-    from relay.publishing import is_private
-
     assert is_private(("127.0.0.1", 1), tls=False)
     assert is_private(("127.9.9.9", 1), tls=False)
     assert is_private(("::1", 1, 0, 0), tls=False)
