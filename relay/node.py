@@ -17,12 +17,13 @@ from relay.fill import Fill, Target
 from relay.filling import Fills
 from relay.keeping import Keeper, Keeping
 from relay.metrics import Metrics
+from relay.opened import Opened
 from relay.pacing import Pacer
 from relay.parents import Parents, Place
 from relay.readers import Leases, Readers
 from relay.respond import Identity
 from relay.routes import Sources
-from relay.runs import Opened, RelayRun
+from relay.runs import RelayRun
 from relay.siblings import Siblings
 from relay.targets import SpareTarget, target_for
 from shardcast.errors import NetworkError, NotFoundError, ShardcastError

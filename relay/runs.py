@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Final
 
 from relay.catalog import Catalog, DataBlob, DocumentBlob, Known, Parsed, ShardBlob, parse_document
+from relay.opened import Opened, open_extent
 from relay.parents import Place
 from relay.readers import Readers
 from relay.shelf import Shelf
-from shardcast.errors import BusyError, DiskError, MalformedError, ShardcastError
+from shardcast.errors import DiskError, MalformedError, ShardcastError
 from shardcast.protocol import trust, wire
 from shardcast.protocol.digest import digest_of
 from shardcast.protocol.head import Head
@@ -39,24 +39,6 @@ class ServedHead:
     def sequence(self) -> int:
         """Its sequence."""
         return self.head.sequence
-
-
-@dataclass(slots=True)
-class Opened:
-    """A blob ready to be sent: ``length`` bytes at ``offset`` of ``fd``. Close it."""
-
-    fd: int
-    offset: int
-    length: int
-    stored: StoredVersion | None = None
-
-    def close(self) -> None:
-        """Close the descriptor and give the lease back. Further calls do nothing."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
-            if self.stored is not None:
-                self.stored.release_lease()
 
 
 class ToldPlaces:
@@ -376,7 +358,7 @@ class RelayRun:
             state = stored.state(place.shard)
             if state is ShardState.MISSING or (only_verified and state is not ShardState.VERIFIED):
                 continue
-            opened = _open_extent(stored, place.shard, read=not only_verified)
+            opened = open_extent(stored, place.shard, read=not only_verified)
             if opened is not None:
                 return opened
         return None
@@ -386,37 +368,3 @@ def _wake(waiters: list[asyncio.Future[None]]) -> None:
     for waiter in waiters:
         if not waiter.done():
             waiter.set_result(None)
-
-
-def _open_extent(stored: StoredVersion, shard: int, *, read: bool) -> Opened | None:
-    """Open a shard's file, leased; then see whether its bytes are good.
-
-    Without ``read`` only where that is known: a file that was written to is not read here.
-    """
-    extent = stored.version.layout.extent(shard)
-    try:
-        stored.acquire_lease()
-    except (BusyError, OSError, ValueError):
-        return None
-    try:
-        fd = stored.open_file(extent.file)
-    except (ShardcastError, OSError):
-        stored.release_lease()
-        return None
-    opened = Opened(fd, extent.offset, extent.length, stored)
-    try:
-        good = stored.confirm(shard, read=read)
-    except (ShardcastError, OSError) as error:
-        log.warning("version %d, shard %d: %s", stored.version.number, shard, error)
-        good = False
-    if not good:
-        if read:
-            log.error(
-                "version %d, shard %d is not good on disk: %s",
-                stored.version.number,
-                shard,
-                stored.damaged or "to be fetched again",
-            )
-        opened.close()
-        return None
-    return opened

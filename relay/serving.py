@@ -11,9 +11,10 @@ from relay import respond
 from relay.catalog import DataBlob, Known, ShardBlob
 from relay.fill import Fill, State, status_of
 from relay.node import Node
+from relay.opened import Opened
 from relay.pacing import Stream
 from relay.respond import AbortedResponseError
-from relay.runs import Opened, RelayRun
+from relay.runs import RelayRun
 from relay.sending import FastLane
 from shardcast.errors import DiskFullError, NetworkError, NotFoundError, ShardcastError
 from shardcast.protocol import wire
