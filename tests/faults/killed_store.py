@@ -1,15 +1,12 @@
 """A publisher, or a relay, that kills itself with SIGKILL before the k-th change of its disk.
 
 `python -m tests.faults.killed_store` reads one JSON object a line and answers each with one: a
-process is forked for it, so that hundreds of them cost little.
+process is forked for it (``tests.faults.killing``).
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -22,7 +19,7 @@ from shardcast.store.run import RunStore
 from tests.contract.made import signer
 from tests.contract.relays import QUICK, limits
 from tests.contract.wire_client import eventually
-from tests.faults.killed_worker import CALLS, Steps
+from tests.faults.killing import Steps, answer_orders
 
 
 def publish(order: dict[str, Any]) -> None:
@@ -57,33 +54,11 @@ def relay(order: dict[str, Any]) -> None:
     asyncio.run(until_whole())
 
 
-def one(order: dict[str, Any]) -> dict[str, Any]:
-    """Fork a process; return how it ended and which steps it took."""
-    reading, told = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(reading)
-        try:
-            steps = Steps(order["store"], order["kill_before"], told)
-            for name in CALLS:
-                steps.watch(name)
-            {"publish": publish, "relay": relay}[order["what"]](order)
-        except BaseException as error:
-            os.write(told, f"failed: {error!r}\n".encode())
-            os._exit(1)
-        os._exit(0)
-    os.close(told)
-    with open(reading, encoding="utf-8", errors="replace") as lines:
-        steps_taken = lines.read().splitlines()
-    _, status = os.waitpid(child, 0)
-    return {"event": "ended", "status": os.waitstatus_to_exitcode(status), "steps": steps_taken}
-
-
-def main() -> None:
-    """Answer orders until stdin ends."""
-    for line in sys.stdin:
-        print(json.dumps(one(json.loads(line))), flush=True)
+def work(order: dict[str, Any], told: int) -> None:
+    """Do one of both."""
+    Steps(order["store"], order["kill_before"], told).watch_all()
+    {"publish": publish, "relay": relay}[order["what"]](order)
 
 
 if __name__ == "__main__":
-    main()
+    answer_orders(work)
