@@ -94,6 +94,12 @@ class ParentFeed:
 
     async def run(self) -> None:
         """Follow until cancelled."""
+        try:
+            await self._follow_all()
+        finally:  # who asks while nobody is followed looks for nothing
+            self._group, self._upstreams = None, []
+
+    async def _follow_all(self) -> None:
         config, node = self._node.config, self._node
         me = {NODE_HEADER: node.identity.node}
         polls = node.budget.polls // max(1, len(config.parents) + len(config.siblings))

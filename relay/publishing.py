@@ -76,7 +76,7 @@ class Publishing:
         try:
             while True:
                 await asyncio.sleep(_EXPIRE_EVERY_S)
-                for uploads in self._uploads.values():
+                for uploads in list(self._uploads.values()):
                     await uploads.expire(self._node.config.limits.pending_timeout_s)
         finally:
             for uploads in self._uploads.values():
@@ -98,7 +98,8 @@ class Publishing:
             uploads = self._uploads.get(name)
             if uploads is None:
                 most = self._node.config.limits.max_pending
-                uploads = self._uploads[name] = Uploads(run, most, self._node.clock)
+                uploads = Uploads(run, most, self._node.clock, self._admit)
+                self._uploads[name] = uploads
             await uploads.recover()
             match endpoint:
                 case "missing":
@@ -109,10 +110,10 @@ class Publishing:
                     return await self._head(request, run, uploads)
         except BodyError as error:
             return respond.error_answer(error.status, "body", error.message)
+        except (BusyError, TooManyUploadsError) as error:
+            return respond.busy_answer(error.message, 5)
         except UsageError as error:
             return respond.error_answer(403, error.code, error.message)
-        except TooManyUploadsError as error:
-            return respond.busy_answer(error.message, 5)
         except (StateError, TrustError) as error:
             return respond.error_answer(409, error.code, error.message)
         except DiskError as error:
@@ -129,6 +130,22 @@ class Publishing:
         if self._open >= self._node.config.limits.max_uploads:
             return respond.busy_answer("too many uploads at once")
         return None
+
+    def _admit(self) -> None:
+        """Refuse to make room for more than the quota, of what no head has announced.
+
+        What a head announces is retained as options say; this is for who has a token and no key.
+
+        Raises:
+            DiskFullError: If the versions on their way, of all runs, are beyond it.
+        """
+        quota = self._node.config.quota_bytes
+        pending = sum(uploads.pending_bytes for uploads in self._uploads.values())
+        if quota is not None and pending > quota:
+            raise DiskFullError(
+                f"versions that are being uploaded have {pending} bytes, over the quota of {quota}",
+                source=str(self._node.store.root),
+            )
 
     # --- the run --------------------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ _REFUSAL_S: Final = 0.5
 """How long the answer to a request over the rate is held back at most, so that a client that asks
 again at once cannot keep the relay busy with refusing."""
 _ALWAYS: Final = ("/healthz", "/readyz")
-"""Answered without counting: whoever watches the relay must hear the truth."""
+"""Never refused: whoever watches the relay must hear the truth. But not at any rate at once."""
 
 
 class Connection(RequestHandler):
@@ -263,14 +263,15 @@ class Server:
         if codings and [coding.strip().lower() for coding in codings] != ["chunked"]:
             text = "send bodies plain or chunked"
             return _refusal(respond.error_answer(501, "coding", text), close=True)
-        if request.rel_url.raw_path in _ALWAYS:
-            return await self._handlers(request)
         admission, metrics = self._node.admission, self._node.metrics
         client = connection.client
         if connection.proxy:
             client = admission.behind(client, request.headers.getall("X-Forwarded-For", ()))
         connection.asking = client
         wait = admission.rate.ask(client)
+        if request.rel_url.raw_path in _ALWAYS:
+            await asyncio.sleep(min(wait, _REFUSAL_S))
+            return await self._handlers(request)
         if wait > 0:
             metrics.refused_requests.labels(reason="rate").inc()
             await asyncio.sleep(min(wait, _REFUSAL_S))

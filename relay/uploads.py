@@ -148,16 +148,31 @@ class Uploads:
         run: The run.
         most: How many versions may be on their way at once.
         clock: Monotonic seconds.
+        admit: Asked before room is made for a version that counts as pending already; raises
+            ``DiskFullError`` where it must not be.
     """
 
-    def __init__(self, run: RelayRun, most: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        run: RelayRun,
+        most: int,
+        clock: Callable[[], float],
+        admit: Callable[[], None] = lambda: None,
+    ) -> None:
         self.run = run
+        self._admit = admit
         self._most = most
         self._clock = clock
         self._by_layout: dict[str, Upload] = {}
         self._lock = asyncio.Lock()
         self._recovering = asyncio.Lock()
         self._recovered = False
+
+    @property
+    def pending_bytes(self) -> int:
+        """What the versions on their way have, as far as their layouts are here."""
+        layouts = [u.layout for u in self._by_layout.values() if u.layout is not None]
+        return sum(layout.total_bytes for layout in layouts)
 
     async def recover(self) -> None:
         """Know again, once, what the process before this one was being sent.
@@ -221,6 +236,7 @@ class Uploads:
             same = rival.layout is not None and rival.layout.version == version.number
             if same and rival is not upload:  # its files make way for ours
                 self._drop(key)
+        self._admit()
         try:
             upload.stored = await in_thread(lambda: self.run.store.stage(version))
         except DiskFullError:

@@ -1,7 +1,9 @@
 """Publishing over HTTP: every status that docs/PROTOCOL.md promises."""
 
 import asyncio
+import fcntl
 import json
+import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -454,3 +456,38 @@ async def test_a_local_publisher_and_a_remote_one_do_not_overwrite_each_other(
     store = Store(origin.store)
     assert (await http(origin.url, f"/v1/{RUN}/head")).body == store.run(RUN).read_head()
     store.close()
+
+
+async def test_what_no_head_has_announced_stays_within_the_quota(tmp_path: Path) -> None:
+    """A token without the key fills the disk up to the quota, over all versions and runs."""
+    first = make_version(1, {"model": noise(3 * SHARD)})
+    second = make_version(2, {"model": noise(3 * SHARD, 1)})
+    foreign = make_version(1, {"model": noise(3 * SHARD, 2)}, run="other")
+    options = settings(tmp_path, quota_bytes=5 * SHARD)
+    async with running(options) as url:
+        origin = Origin(url, options.store, options.publish_token_file)
+        await origin.everything(first)
+        assert await origin.put(second.layout, second.blobs[second.layout]) == 507
+        path = f"/v1/other/blobs/{foreign.layout}.bin"
+        answer = await origin.ask("PUT", path, foreign.blobs[foreign.layout])
+        assert answer.status == 507
+        assert b"quota" in answer.body
+        assert (await origin.head(make_head(first), If_None_Match="*")).status == 201
+        await origin.everything(second)  # what was announced counts no more
+
+
+async def test_an_upload_into_what_is_just_being_evicted_may_come_again(tmp_path: Path) -> None:
+    """503 and not 403, which ends a publisher."""
+    options = settings(tmp_path)
+    async with running(options) as url:
+        origin = Origin(url, options.store, options.publish_token_file)
+        await origin.documents()
+        directory = options.store / RUN / "state" / "staging" / "000001"
+        shard = VERSION.shards[0]
+        evicting = os.open(directory, os.O_RDONLY)
+        try:
+            fcntl.flock(evicting, fcntl.LOCK_EX)
+            assert await origin.put(shard, VERSION.blobs[shard]) == 503
+        finally:
+            os.close(evicting)
+        assert await origin.put(shard, VERSION.blobs[shard]) == 201

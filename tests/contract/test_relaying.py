@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 
 from relay.config import Prefetch
+from relay.following import ParentFeed
+from relay.node import Node
 from shardcast.errors import UsageError
 from shardcast.protocol.digest import digest_of
+from shardcast.store.store import Store
 from tests.contract.made import RUN, SHARD, MadeVersion, make_head, make_version, noise, publish
 from tests.contract.relays import QUICK, config, limits, running, wait_head, wait_ready
 from tests.contract.scripted import Pause, ScriptedParent
@@ -625,3 +628,20 @@ async def test_versions_beyond_keep_leave_the_disk_but_not_under_a_reader(tmp_pa
 
             await eventually(only_the_newest)
             assert (await http(url, path_of(versions[2].shards[0]))).status == 200
+
+
+async def test_who_asks_while_nobody_is_followed_is_told_404(tmp_path: Path) -> None:
+    """The feed stands still for a moment while another relay takes over."""
+    settings = config(tmp_path / "r", "http://127.0.0.1:9")
+    store = Store(settings.store)
+    node = Node(settings, store, "ab" * 16, asyncio.get_running_loop())
+    node.feed = feed = ParentFeed(node)
+    following = asyncio.create_task(feed.run())
+    assert await node.find_run("another") is None  # looks for it, and finds nothing
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+    await feed.discover("another")
+    assert node.sources is not None
+    node.sources.close()
+    node.fills.close()
+    store.close()

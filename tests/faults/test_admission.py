@@ -280,6 +280,23 @@ async def read_shards(url: str, source: str, numbers: list[int], count: Counter[
             assert digest_of(body) == VERSION.shards[number]
 
 
+async def test_health_is_told_to_everyone_but_not_at_any_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = limits(requests_per_s_per_client=0.001, request_burst_per_client=3)
+    async with origin(tmp_path, limits=few) as url, Wire(url, source=ATTACKER) as greedy:
+        for _ in range(4):  # the last one is over the rate: held back a moment, not refused
+            await greedy.ask("/healthz")
+            assert (await greedy.answer()).status == 200
+        monkeypatch.setattr("relay.server._REFUSAL_S", PATIENCE_S * 10)
+        await greedy.ask("/healthz")
+        waiting = asyncio.ensure_future(greedy.answer())
+        assert (await get(url, "/healthz", HEALTHY)).status == 200
+        assert not waiting.done()
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+
+
 async def test_clients_share_the_rate_and_not_connections(tmp_path: Path) -> None:
     """Thirty connections of one address get no more than the one of another."""
     async with origin(tmp_path, limit_rate_bytes_per_s=2 << 20) as url:
