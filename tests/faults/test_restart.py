@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from loadtest.processes import free_port
 from relay.handover import DOOR_NAME, _short_path, encode
 from shardcast.config import NetConfig
 from shardcast.protocol.digest import digest_of
@@ -28,7 +29,6 @@ from tests.faults.processes import (
     Line,
     Load,
     fails,
-    free_port,
     gone,
     line,
     options,

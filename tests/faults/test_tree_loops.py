@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from relay.config import Prefetch
+from shardcast.demo.processes import free_ports
 from tests.contract.made import SHARD, make_head, make_version, noise
 from tests.contract.relays import wait_head, wait_ready
 from tests.contract.scripted import Pause, ScriptedParent
@@ -20,7 +21,6 @@ from tests.faults.trees import (
     Node,
     count_of,
     depth_of,
-    free_ports,
     get,
     has_all,
     path_of,
@@ -56,7 +56,7 @@ async def settled(urls: dict[str, str], wanted: list[int]) -> None:
 async def test_workers_of_a_ring_get_their_version_once_an_origin_appears(
     tmp_path: Path, size: int
 ) -> None:
-    (port,) = await free_ports(1)
+    (port,) = free_ports(1)
     origin = ScriptedParent()
     origin.serve(make_head(VERSION), VERSION)
     async with tree(tmp_path, *ring(size, f"http://127.0.0.1:{port}")) as urls:
@@ -79,7 +79,7 @@ async def test_workers_of_a_ring_get_their_version_once_an_origin_appears(
 @pytest.mark.parametrize("size", [1, 2, 3])
 async def test_a_ring_that_lost_its_origin_says_so_and_heals(tmp_path: Path, size: int) -> None:
     """The depths do not count up: each relay sees itself on the way its parent tells."""
-    (port,) = await free_ports(1)
+    (port,) = free_ports(1)
     origin = ScriptedParent()
     origin.serve(make_head(VERSION), VERSION)
     nodes = ring(size, f"http://127.0.0.1:{port}")
@@ -125,7 +125,7 @@ async def test_a_ring_that_lost_its_origin_says_so_and_heals(tmp_path: Path, siz
 
 async def test_two_parents_of_each_other_whose_origin_dies_within_a_blob(tmp_path: Path) -> None:
     """Both were at depth 1; each may think that the other one still leads somewhere."""
-    (port,) = await free_ports(1)
+    (port,) = free_ports(1)
     origin = ScriptedParent()
     origin.serve(make_head(VERSION), VERSION)
     wanted = VERSION.shards[:4]

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from relay.config import Prefetch
+from shardcast.demo.processes import free_ports
 from shardcast.keys import public_pem
 from shardcast.protocol.digest import digest_of
 from shardcast.protocol.limits import MAX_DOCUMENT_BYTES
@@ -37,7 +38,6 @@ from tests.faults.machine import Networks, stopped
 from tests.faults.trees import (
     count_of,
     depth_of,
-    free_ports,
     get,
     has_all,
     pulled,
@@ -127,7 +127,7 @@ async def test_a_stopped_sibling_costs_one_lesson_and_is_found_again(
 ) -> None:
     origin = ScriptedParent()
     origin.serve(make_head(FIRST), FIRST)
-    (port,) = await free_ports(1)
+    (port,) = free_ports(1)
     me = f"http://127.0.0.1:{port}"
     async with origin.running():
         there = ("--parent", origin.url, "--sibling", me, "--prefetch", "demand")

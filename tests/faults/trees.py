@@ -14,6 +14,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from relay.config import Prefetch
+from shardcast.demo.processes import free_ports
 from shardcast.protocol.digest import digest_of
 from shardcast.store.stored import Durability
 from shardcast.worker import Worker
@@ -24,17 +25,6 @@ from tests.faults.world import PATIENT
 
 DEADLINE_S = 25.0
 """Less than the patience of a worker that waits for the first byte (30 s)."""
-
-
-async def free_ports(count: int) -> list[int]:
-    """Ports of this machine that nobody listens on."""
-    servers = [
-        await asyncio.start_server(lambda _r, w: w.close(), "127.0.0.1", 0) for _ in range(count)
-    ]
-    ports = [server.sockets[0].getsockname()[1] for server in servers]
-    for server in servers:
-        server.close()
-    return ports
 
 
 def path_of(digest: str, run: str = RUN) -> str:
@@ -111,7 +101,7 @@ class Node:
 async def tree(root: Path, *nodes: Node, **options: Any) -> AsyncIterator[dict[str, str]]:
     """Run relays whose URLs are known before they start; yield the URLs by name."""
     options.setdefault("prefetch", Prefetch.ALL)
-    ports = dict(zip((n.name for n in nodes), await free_ports(len(nodes)), strict=True))
+    ports = dict(zip((n.name for n in nodes), free_ports(len(nodes)), strict=True))
     urls = {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}
 
     def resolved(names: Sequence[str]) -> tuple[str, ...]:
