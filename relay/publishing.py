@@ -237,7 +237,11 @@ class Publishing:
             except MalformedError as error:
                 return respond.error_answer(409, "unknown_blob", f"{digest}: {error.message}")
             await in_thread(lambda: run.store.write_blob(digest, body))
-        await uploads.register(digest, document)
+        try:
+            await uploads.register(digest, document)
+        except (TrustError, MalformedError):
+            await in_thread(lambda: run.store.remove_blob(digest))
+            raise
         return _kept(201, digest)
 
     async def _shard(

@@ -95,6 +95,20 @@ class Upload:
                 self.delta_parts[digest] = document
                 self.blobs.update({blob.digest: blob.bytes for blob in document.blobs})
 
+    def forget(self, digest: str, document: Document) -> None:
+        """Take a document back that turned out not to belong here."""
+        match document:
+            case Layout():
+                self.layout = None
+            case Part():
+                del self.parts[digest]
+            case Manifest():
+                self.manifest = None
+            case DeltaPart():
+                del self.delta_parts[digest]
+                for blob in document.blobs:
+                    self.blobs.pop(blob.digest, None)
+
     def version(self, run: str) -> Version | None:
         """Return what the documents so far say, None before the layout.
 
@@ -220,10 +234,13 @@ class Uploads:
                 upload = self._by_layout[key] = Upload(key, self._clock())
                 self.run.uploads = len(self._by_layout)
             upload.touched = self._clock()
+            known = self.knows(digest)
             upload.take(digest, document)
             try:
                 await self._grow(upload)
             except ShardcastError:
+                if not known:  # else whatever comes after it would be refused for it
+                    upload.forget(digest, document)
                 if upload.stored is None:
                     self._drop(key)
                 raise

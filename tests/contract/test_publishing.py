@@ -14,6 +14,7 @@ import pytest_asyncio
 
 from relay.authorization import is_private
 from shardcast.protocol.digest import digest_of
+from shardcast.protocol.layout import encode_part
 from shardcast.store.store import Store
 from tests.contract.made import (
     RUN,
@@ -491,3 +492,17 @@ async def test_an_upload_into_what_is_just_being_evicted_may_come_again(tmp_path
         finally:
             os.close(evicting)
         assert await origin.put(shard, VERSION.blobs[shard]) == 201
+
+
+async def test_a_document_that_is_refused_leaves_nothing_behind(tmp_path: Path) -> None:
+    """No memory, no file, and no reason to refuse what comes after it."""
+    options = settings(tmp_path)
+    async with running(options) as url:
+        origin = Origin(url, options.store, options.publish_token_file)
+        assert await origin.put(VERSION.layout, VERSION.blobs[VERSION.layout]) == 201
+        shards = [digest_of(bytes([n])) for n in range(200)]  # more than the layout has
+        part = encode_part(VERSION.layout, 0, shards)
+        assert await origin.put(digest_of(part), part) == 409
+        assert not (options.store / RUN / "blobs" / f"{digest_of(part)}.bin").exists()
+        await origin.everything()
+        assert (await origin.head(make_head(VERSION), If_None_Match="*")).status == 201

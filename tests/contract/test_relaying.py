@@ -637,7 +637,8 @@ async def test_who_asks_while_nobody_is_followed_is_told_404(tmp_path: Path) -> 
     node = Node(settings, store, "ab" * 16, asyncio.get_running_loop())
     node.feed = feed = ParentFeed(node)
     following = asyncio.create_task(feed.run())
-    assert await node.find_run("another") is None  # looks for it, and finds nothing
+    await eventually(lambda: bool(feed._upstreams))
+    await feed.discover("another")  # looks for it, and finds nothing
     following.cancel()
     await asyncio.gather(following, return_exceptions=True)
     await feed.discover("another")
