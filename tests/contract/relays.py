@@ -1,7 +1,9 @@
-"""Relays that run inside the test's own event loop."""
+"""Relays for tests: inside the test's own event loop, and as processes."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import json
+import sys
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 from relay.app import serve
 from relay.config import Limits, RelayConfig
 from shardcast.config import NetConfig
+from shardcast.keys import public_pem
 from tests.contract.made import signer
 from tests.contract.wire_client import PATIENCE_S, eventually, http
 
@@ -59,6 +62,37 @@ async def running(settings: RelayConfig) -> AsyncIterator[str]:
     finally:
         stop.set()
         await asyncio.wait_for(task, PATIENCE_S)
+
+
+@asynccontextmanager
+async def process(
+    store: Path, *options: str, listen: str = "127.0.0.1:0", inside: Sequence[str] = ()
+) -> AsyncIterator[tuple[str, asyncio.subprocess.Process]]:
+    """Runs `shardcast relay`; yields its URL; kills it at the end if it still runs.
+
+    Args:
+        store: Where it keeps what it has.
+        options: Of the command.
+        listen: Where it listens.
+        inside: A command that runs it, for another network or other limits.
+    """
+    key = store.with_suffix(".pub")
+    key.write_bytes(public_pem(signer(1).public_key))
+    relay = await asyncio.create_subprocess_exec(
+        *inside,
+        *(sys.executable, "-m", "shardcast", "relay", "--store", str(store), "--listen", listen),
+        *("--pubkey", str(key), *options),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    assert relay.stdout is not None
+    try:
+        line = await asyncio.wait_for(relay.stdout.readline(), PATIENCE_S)
+        yield json.loads(line)["url"], relay
+    finally:
+        if relay.returncode is None:
+            relay.kill()
+        await asyncio.wait_for(relay.communicate(), PATIENCE_S)
 
 
 async def wait_ready(url: str) -> None:

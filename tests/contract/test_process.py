@@ -2,20 +2,16 @@
 
 import asyncio
 import contextlib
-import json
 import resource
 import signal
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
-from shardcast.keys import public_pem
 from shardcast.protocol.digest import digest_of
-from tests.contract.made import RUN, SHARD, make_head, make_version, noise, signer
-from tests.contract.relays import wait_ready
+from tests.contract.made import RUN, SHARD, make_head, make_version, noise
+from tests.contract.relays import process, wait_ready
 from tests.contract.scripted import Pause, ScriptedParent
 from tests.contract.wire_client import PATIENCE_S, Wire, http
 
@@ -25,38 +21,12 @@ VERSION = make_version(1, {"model": noise(6 * SHARD + 5)})
 LIMITED = """
 import os, resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
-os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+os.execv(sys.argv[1], sys.argv[1:])
 """
 
 
 def path_of(digest: str) -> str:
     return f"/v1/{RUN}/blobs/{digest}.bin"
-
-
-@asynccontextmanager
-async def process(
-    store: Path, parent: str, *options: str, before: Sequence[str] = ()
-) -> AsyncIterator[tuple[str, asyncio.subprocess.Process]]:
-    """Starts `shardcast relay`; yields its URL; kills it at the end if it still runs."""
-    key = store.with_suffix(".pub")
-    key.write_bytes(public_pem(signer(1).public_key))
-    command = ["-m", "shardcast", "relay", "--store", str(store), "--listen", "127.0.0.1:0"]
-    relay = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *before,
-        *command,
-        *("--parent", parent, "--pubkey", str(key), *options),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-    )
-    assert relay.stdout is not None
-    try:
-        line = await asyncio.wait_for(relay.stdout.readline(), PATIENCE_S)
-        yield json.loads(line)["url"], relay
-    finally:
-        if relay.returncode is None:
-            relay.kill()
-        await asyncio.wait_for(relay.communicate(), PATIENCE_S)
 
 
 async def test_killed_in_the_middle_of_a_fill_it_serves_nothing_partial(tmp_path: Path) -> None:
@@ -66,7 +36,7 @@ async def test_killed_in_the_middle_of_a_fill_it_serves_nothing_partial(tmp_path
     pause = Pause(after=SHARD - 100)
     parent.script(victim, pause)
     async with parent.running():
-        async with process(tmp_path / "r", parent.url) as (url, relay):
+        async with process(tmp_path / "r", "--parent", parent.url) as (url, relay):
             await asyncio.wait_for(pause.reached.wait(), PATIENCE_S)
             async with Wire(url) as wire:  # a reader that follows the fill is cut off
                 await wire.ask(path_of(victim))
@@ -76,7 +46,7 @@ async def test_killed_in_the_middle_of_a_fill_it_serves_nothing_partial(tmp_path
                 assert len(await wire.rest()) < SHARD
         pause.go.set()
         before = parent.count(VERSION.shards)
-        async with process(tmp_path / "r", parent.url) as (url, _relay):
+        async with process(tmp_path / "r", "--parent", parent.url) as (url, _relay):
             for digest in VERSION.shards:
                 answer = await http(url, path_of(digest))
                 assert (answer.status, digest_of(answer.body)) == (200, digest)
@@ -93,7 +63,7 @@ async def test_sigterm_drains_and_exits_with_0(tmp_path: Path) -> None:
     parent.script(victim, pause)
     async with (
         parent.running(),
-        process(tmp_path / "r", parent.url) as (url, relay),
+        process(tmp_path / "r", "--parent", parent.url) as (url, relay),
         Wire(url) as wire,
     ):
         await asyncio.wait_for(pause.reached.wait(), PATIENCE_S)
@@ -112,7 +82,7 @@ async def test_more_connections_than_descriptors_are_refused_and_forgotten(tmp_p
     parent.serve(make_head(VERSION), VERSION)
     async with (
         parent.running(),
-        process(tmp_path / "r", parent.url) as (url, relay),
+        process(tmp_path / "r", "--parent", parent.url) as (url, relay),
     ):
         resource.prlimit(relay.pid, resource.RLIMIT_NOFILE, (256, 256))
         await wait_ready(url)
@@ -135,10 +105,10 @@ async def test_a_burst_of_connections_within_the_descriptors_that_it_started_wit
 ) -> None:
     parent = ScriptedParent()
     parent.serve(make_head(VERSION), VERSION)
-    limited = ("-c", LIMITED)
+    limited = (sys.executable, "-c", LIMITED)
     async with (
         parent.running(),
-        process(tmp_path / "r", parent.url, before=limited) as (url, _relay),
+        process(tmp_path / "r", "--parent", parent.url, inside=limited) as (url, _relay),
     ):
         await wait_ready(url)
         crowd = [Wire(url) for _ in range(300)]

@@ -4,12 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import os
-import signal
-import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +12,6 @@ import pytest
 
 from relay.config import Prefetch
 from shardcast.demo.processes import free_ports
-from shardcast.keys import public_pem
 from shardcast.protocol.digest import digest_of
 from shardcast.protocol.limits import MAX_DOCUMENT_BYTES
 from tests.contract.made import (
@@ -29,9 +22,8 @@ from tests.contract.made import (
     make_version,
     noise,
     publish,
-    signer,
 )
-from tests.contract.relays import QUICK, config, running, wait_head, wait_ready
+from tests.contract.relays import QUICK, config, process, running, wait_head, wait_ready
 from tests.contract.scripted import Ask, Pause, ScriptedParent, start_of
 from tests.contract.wire_client import PATIENCE_S, eventually
 from tests.faults.machine import Networks, stopped
@@ -49,30 +41,6 @@ VERSIONS = [make_version(n, {"model": noise(24 * SHARD, n)}) for n in (1, 2, 3)]
 FIRST, SECOND, THIRD = VERSIONS
 PATIENT = replace(QUICK, read_timeout_s=120.0, header_timeout_s=120.0, rate_window_s=120.0)
 """No timeout of a transfer ends within these tests: who is silent must be found out otherwise."""
-
-
-@asynccontextmanager
-async def process(
-    store: Path, *options: str, listen: str = "127.0.0.1:0", inside: Sequence[str] = ()
-) -> AsyncIterator[tuple[str, int]]:
-    """Run a relay as a process, in a network namespace perhaps; yield its URL and process id."""
-    key = store.with_suffix(".pub")
-    key.write_bytes(public_pem(signer(1).public_key))
-    relay = await asyncio.create_subprocess_exec(
-        *inside,
-        *(sys.executable, "-m", "shardcast", "relay", "--store", str(store), "--listen", listen),
-        *("--pubkey", str(key), *options),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-    )
-    assert relay.stdout is not None
-    try:
-        event = json.loads(await asyncio.wait_for(relay.stdout.readline(), PATIENCE_S))
-        yield event["url"], event.get("pid", relay.pid)
-    finally:
-        if relay.returncode is None:
-            relay.kill()
-        await asyncio.wait_for(relay.communicate(), PATIENCE_S)
 
 
 async def learn(url: str, version: MadeVersion) -> None:
@@ -96,7 +64,7 @@ async def test_a_relay_killed_within_a_fill_asks_again_for_that_shard_alone(tmp_
     pause = Pause(after=SHARD - 100)
     parent.script(victim, pause)
     async with parent.running():
-        async with process(tmp_path / "r", "--parent", parent.url) as (url, pid):
+        async with process(tmp_path / "r", "--parent", parent.url) as (url, relay):
             await asyncio.wait_for(pause.reached.wait(), PATIENCE_S)
 
             async def others() -> bool:
@@ -106,12 +74,12 @@ async def test_a_relay_killed_within_a_fill_asks_again_for_that_shard_alone(tmp_
             await eventually(others)
             reader = asyncio.create_task(get(url, victim))
             await eventually(lambda: _reading(url, victim))
-            os.kill(pid, signal.SIGKILL)
+            relay.kill()
             with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
                 assert not (await reader).whole  # if it was told the length at all
         pause.go.set()
         before = parent.sent
-        async with process(tmp_path / "r", "--parent", parent.url) as (url, _pid):
+        async with process(tmp_path / "r", "--parent", parent.url) as (url, _):
             await wait_ready(url)
             assert await has_all(url, FIRST)
         assert parent.sent - before == SHARD
@@ -131,7 +99,7 @@ async def test_a_stopped_sibling_costs_one_lesson_and_is_found_again(
     me = f"http://127.0.0.1:{port}"
     async with origin.running():
         there = ("--parent", origin.url, "--sibling", me, "--prefetch", "demand")
-        async with process(tmp_path / "sibling", *there) as (sibling, pid):
+        async with process(tmp_path / "sibling", *there) as (sibling, its):
             mine = config(
                 tmp_path / "me",
                 origin.url,
@@ -149,7 +117,7 @@ async def test_a_stopped_sibling_costs_one_lesson_and_is_found_again(
                     said = [record.getMessage() for record in caplog.records]
                     return sum("is too slow or silent" in line for line in said)
 
-                with stopped(pid):
+                with stopped(its.pid):
                     assert set(await statuses(me, FIRST.shards)) == {200}
                     learnt = lessons()
                     assert 0 < learnt <= len(FIRST.shards)
@@ -184,7 +152,7 @@ async def test_a_stopped_parent_is_gone_around_and_used_again(tmp_path: Path) ->
     async with origin.running():
         second = config(tmp_path / "p2", origin.url)
         async with (
-            process(tmp_path / "p1", "--parent", origin.url) as (one, pid),
+            process(tmp_path / "p1", "--parent", origin.url) as (one, its),
             running(second) as two,
         ):
             mine = config(tmp_path / "me", one, two, prefetch=Prefetch.DEMAND, net=PATIENT)
@@ -193,7 +161,7 @@ async def test_a_stopped_parent_is_gone_around_and_used_again(tmp_path: Path) ->
                 for url in (one, two):
                     await wait_ready(url)
                 await eventually(lambda: _used(me, {one, two}))
-                with stopped(pid):
+                with stopped(its.pid):
                     assert set(await statuses(me, FIRST.shards)) == {200}
                     await eventually(lambda: _used(me, {two}))
                 await eventually(lambda: _used(me, {one, two}))
