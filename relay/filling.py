@@ -258,6 +258,16 @@ class Fills:
         self._open.pop((run, digest), None)
         self._by_run[run] -= 1
         self._metrics.open_fills.set(len(self._open))
+        try:
+            self._account(fill, error)
+        except Exception:
+            log.exception("fill of %s broke at its end, in run %s", digest, run)
+        finally:  # whatever breaks there, nobody waits for ever
+            fill.end(error)
+
+    def _account(self, fill: Fill, error: ShardcastError | None) -> None:
+        """Count a fill that has ended, and tell whoever must know before its readers do."""
+        run, digest = fill.target.run, fill.target.digest
         result = "verified" if error is None else error.code
         self._metrics.fills.labels(result=result).inc()
         if error is None:
@@ -268,7 +278,6 @@ class Fills:
             fill.target.lost()
             if not isinstance(error, TransferCancelledError):
                 log.warning("run %s: blob %s did not come: %s", run, digest, error)
-        fill.end(error)
 
     async def stop(self) -> None:
         """Cancel everything and wait for it."""

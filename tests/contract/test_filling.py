@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from relay.config import Prefetch
+from relay.targets import ShardTarget
 from shardcast.protocol.digest import digest_of
 from shardcast.protocol.limits import HELD_BACK_BYTES
 from tests.contract.made import RUN, SHARD, MadeVersion, make_head, make_version, noise
@@ -375,3 +376,17 @@ async def test_a_full_disk_is_503_and_not_a_short_file(
         assert b"no room" in answer.body
         monkeypatch.undo()
         assert (await http(url, path_of(BIG))).body == DATA
+
+
+async def test_readers_hear_of_the_end_whatever_breaks_at_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with tree(tmp_path) as (_parent, url):
+        with monkeypatch.context() as patch:
+
+            def broken(self: ShardTarget) -> None:
+                raise RuntimeError("a bug")
+
+            patch.setattr(ShardTarget, "landed", broken)
+            assert (await http(url, path_of(BIG))).body == DATA
+        assert (await http(url, path_of(VERSION.shards[1]))).status == 200
