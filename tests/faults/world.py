@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -14,6 +13,7 @@ from shardcast.config import NetConfig
 from shardcast.events import EventKind, WorkerEvent
 from shardcast.store.stored import Durability
 from shardcast.worker import Update, Worker
+from tests import observer
 from tests.contract.wire_client import Wire, eventually
 from tests.fakes import KIB, FakeRun
 from tests.faults.criteria import Verdict, reports
@@ -64,21 +64,8 @@ def needed_bytes(run: FakeRun) -> int:
     return sum(map(len, run.blobs.values()))
 
 
-class Log:
-    """An observer that keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.events: list[WorkerEvent] = []
-        self.changed = threading.Condition()
-
-    def on_event(self, event: WorkerEvent) -> None:
-        with self.changed:
-            self.events.append(event)
-            self.changed.notify_all()
-
-    def of(self, kind: EventKind) -> list[WorkerEvent]:
-        """The events of one kind."""
-        return [event for event in self.events if event.kind is kind]
+class Log(observer.Log):
+    """An observer that keeps what it is told, and can say it in lines."""
 
     @property
     def reports(self) -> list[str]:

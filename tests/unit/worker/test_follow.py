@@ -22,8 +22,9 @@ from shardcast.steps import Situation, Step, next_step, wanted
 from shardcast.store.run import RunStore
 from shardcast.worker import Update
 from tests.fakes import KIB, Action, FakeRun, Request, RunServer, Until
+from tests.observer import Log
 from tests.unit.worker.conftest import QUICK, some_bytes, with_config
-from tests.unit.worker.test_pull import Log, assert_is, worker
+from tests.unit.worker.test_pull import assert_is, worker
 
 WAIT_S = 20
 

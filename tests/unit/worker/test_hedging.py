@@ -15,6 +15,7 @@ from shardcast.fetch import Branch, MemorySink, Transfer, TransferCancelledError
 from shardcast.protocol.digest import digest_of
 from shardcast.protocol.wire import blob_etag
 from tests.fakes import KIB, Action, FakeRun, Gone, Request, RunServer, Until, response
+from tests.observer import Log
 from tests.unit.worker.conftest import some_bytes, with_config
 from tests.unit.worker.test_pull import tree, worker
 
@@ -54,17 +55,6 @@ class Stopping:
         whole = response(200, data, {"ETag": blob_etag(request.digest)})
         head = len(whole) - len(data)
         return [whole[: head + self._part], Until(self.go_on), whole[head + self._part :]]
-
-
-class Log:
-    def __init__(self) -> None:
-        self.events: list[WorkerEvent] = []
-
-    def on_event(self, event: WorkerEvent) -> None:
-        self.events.append(event)
-
-    def of(self, kind: EventKind) -> list[WorkerEvent]:
-        return [event for event in self.events if event.kind is kind]
 
 
 @pytest.mark.parametrize("part", [0, 1, 100_000, SHARD - 1])

@@ -19,7 +19,8 @@ from shardcast.protocol.head import Head, VersionRef
 from shardcast.protocol.limits import SKEW_MS
 from shardcast.store.run import RunStore
 from tests.fakes import FakeRun, RunServer
-from tests.unit.worker.test_pull import Log, assert_is, worker
+from tests.observer import Log
+from tests.unit.worker.test_pull import assert_is, worker
 
 M = {number: f"{number:064x}" for number in range(1, 9)}
 

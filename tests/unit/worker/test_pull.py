@@ -30,7 +30,7 @@ from shardcast.errors import (
     UsageError,
     WithdrawnError,
 )
-from shardcast.events import EventKind, WorkerEvent
+from shardcast.events import EventKind
 from shardcast.protocol.digest import digest_of
 from shardcast.protocol.documents import encode
 from shardcast.protocol.layout import FileEntry, Layout, encode_part
@@ -39,28 +39,10 @@ from shardcast.store.run import RunStore
 from shardcast.store.stored import Durability
 from shardcast.worker import Update, Worker
 from tests.fakes import KIB, Action, Close, FakeRun, Gone, Request, RunServer, response
+from tests.observer import Log
 from tests.unit.worker.conftest import QUICK, some_bytes, with_config
 
 SHARD = 256 * KIB
-
-
-class Log:
-    """An observer that keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.events: list[WorkerEvent] = []
-        self.changed = threading.Condition()
-
-    def on_event(self, event: WorkerEvent) -> None:
-        with self.changed:
-            self.events.append(event)
-            self.changed.notify_all()
-
-    def kinds(self) -> list[EventKind]:
-        return [e.kind for e in self.events if e.kind is not EventKind.PROGRESS]
-
-    def of(self, kind: EventKind) -> list[WorkerEvent]:
-        return [event for event in self.events if event.kind is kind]
 
 
 def worker(out: Path, run: FakeRun, *servers: RunServer | str, **options: Any) -> Worker:
