@@ -26,6 +26,7 @@ __all__ = [
     "Tree",
     "Worker",
     "assert_same_files",
+    "contents_of",
     "files_of",
     "last",
     "need",
@@ -54,6 +55,15 @@ def small_checkpoint(
     (extra / "config.json").write_text('{"pooling_mode_mean_tokens": true}\n')
     (directory / "added_tokens.json").write_bytes(b"")
     return directory
+
+
+def contents_of(directory: Path) -> dict[str, bytes]:
+    """Relative path to bytes of every file below a directory."""
+    return {
+        path.relative_to(directory).as_posix(): path.read_bytes()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }
 
 
 def files_of(directory: Path) -> list[str]:

@@ -24,6 +24,7 @@ from shardcast.publishing import PublishOptions, SilentObserver
 from shardcast.store.run import RunStore
 from shardcast.store.store import Store
 from shardcast.uploader import amend_remote, publish_remote
+from tests.tree import contents_of
 
 KIB = 1024
 TOKEN = "a-long-enough-secret-token"
@@ -108,10 +109,6 @@ def origin(tmp_path: Path, trainer: Trainer) -> Iterator[Origin]:
     server.stop()
 
 
-def files_of(root: Path) -> dict[str, bytes]:
-    return {p.relative_to(root).as_posix(): p.read_bytes() for p in root.rglob("*") if p.is_file()}
-
-
 def test_the_origin_holds_the_directory_byte_for_byte_and_only_once(
     origin: Origin, trainer: Trainer
 ) -> None:
@@ -119,7 +116,9 @@ def test_the_origin_holds_the_directory_byte_for_byte_and_only_once(
     head = origin.head()
     assert head is not None
     assert (head.version, head.versions[0].step) == (1, 5)
-    assert files_of(origin.root / "run" / "versions" / "000001") == files_of(trainer.checkpoint)
+    assert contents_of(origin.root / "run" / "versions" / "000001") == contents_of(
+        trainer.checkpoint
+    )
     total = sum(p.stat().st_blocks * 512 for p in (origin.root / "run").rglob("*") if p.is_file())
     assert total < 1.2 * 3 * 600 * KIB
 
@@ -134,7 +133,9 @@ def test_only_what_the_origin_lacks_is_sent(origin: Origin, trainer: Trainer) ->
     head = origin.head()
     assert head is not None
     assert [ref.version for ref in head.versions] == [3, 2, 1]
-    assert files_of(origin.root / "run" / "versions" / "000003") == files_of(trainer.checkpoint)
+    assert contents_of(origin.root / "run" / "versions" / "000003") == contents_of(
+        trainer.checkpoint
+    )
 
 
 class DyingClient(OriginClient):
@@ -159,7 +160,9 @@ def test_an_upload_that_was_cut_off_goes_on_where_it_stopped(
     assert origin.head() is None
     sent = trainer.publish(origin.url)
     assert 3 * 600 * KIB + 2 - 2 * 256 * KIB <= sent < 3 * 600 * KIB
-    assert files_of(origin.root / "run" / "versions" / "000001") == files_of(trainer.checkpoint)
+    assert contents_of(origin.root / "run" / "versions" / "000001") == contents_of(
+        trainer.checkpoint
+    )
 
 
 def test_an_upload_goes_on_after_the_origin_was_restarted(
@@ -173,7 +176,7 @@ def test_an_upload_goes_on_after_the_origin_was_restarted(
     try:
         assert trainer.publish(again.url) < 3 * 600 * KIB
         published = again.root / "run" / "versions" / "000001"
-        assert files_of(published) == files_of(trainer.checkpoint)
+        assert contents_of(published) == contents_of(trainer.checkpoint)
     finally:
         again.stop()
 

@@ -7,8 +7,9 @@ import pytest
 
 from shardcast.errors import ShardcastError
 from shardcast.protocol import wire
-from tests.contract.test_remote_publishing import KIB, TOKEN, Origin, Trainer, files_of
+from tests.contract.test_remote_publishing import KIB, TOKEN, Origin, Trainer
 from tests.faults.machine import fill_up, small_tmpfs
+from tests.tree import contents_of
 
 MIB = 1 << 20
 
@@ -40,7 +41,7 @@ def test_an_origin_without_room_refuses_and_keeps_what_it_has(
 ) -> None:
     monkeypatch.setattr(wire, "parse_retry_after", lambda *_: 0.01)  # the pause is not the point
     trainer.publish(origin.url)
-    first = files_of(trainer.checkpoint)
+    first = contents_of(trainer.checkpoint)
     for path in trainer.checkpoint.glob("*.safetensors"):
         path.write_bytes(path.read_bytes()[::-1])
     ballast = fill_up(disk)
@@ -54,9 +55,9 @@ def test_an_origin_without_room_refuses_and_keeps_what_it_has(
     assert head.version == 1
     versions = origin.root / "run" / "versions"
     assert [p.name for p in versions.iterdir()] == ["000001"]
-    assert files_of(versions / "000001") == first
+    assert contents_of(versions / "000001") == first
     ballast.unlink()
     trainer.publish(origin.url)
     head = origin.head()
     assert head is not None
-    assert files_of(versions / f"{head.version:06d}") == files_of(trainer.checkpoint)
+    assert contents_of(versions / f"{head.version:06d}") == contents_of(trainer.checkpoint)

@@ -4,20 +4,13 @@ import pytest
 
 from shardcast.cli import progress
 from shardcast.cli.output import Output
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.clock import Clock
 
 
 def test_lines_come_now_and_then_with_rate_and_time_left(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    clock = Clock()
+    clock = Clock(100.0)
     meter = progress.LineMeters(Output(), 5.0, clock).start("publish x", 1_000_000)
     for second in range(11):
         clock.now = 100.0 + second
@@ -32,7 +25,7 @@ def test_lines_come_now_and_then_with_rate_and_time_left(
 def test_what_was_there_at_the_start_does_not_count_as_rate(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    clock = Clock()
+    clock = Clock(100.0)
     meter = progress.LineMeters(Output(), 5.0, clock).start("pull", 1_000_000)
     meter.update(900_000)
     clock.now += 10
@@ -41,7 +34,7 @@ def test_what_was_there_at_the_start_does_not_count_as_rate(
 
 
 def test_with_json_progress_is_an_event(capsys: pytest.CaptureFixture[str]) -> None:
-    clock = Clock()
+    clock = Clock(100.0)
     meter = progress.LineMeters(Output(json=True), 0.5, clock).start("pull", 1000, version=3)
     meter.update(0)
     clock.now += 2
@@ -59,7 +52,7 @@ def test_with_json_progress_is_an_event(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_what_stands_still_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    clock = Clock()
+    clock = Clock(100.0)
     meter = progress.LineMeters(Output(), 5.0, clock).start("pull", 1_000_000)
     for done in (0, 500_000, 500_000, 500_000, 500_000, 600_000):
         meter.update(done)
@@ -71,7 +64,7 @@ def test_what_stands_still_says_so(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_no_total_no_percentage(capsys: pytest.CaptureFixture[str]) -> None:
-    clock = Clock()
+    clock = Clock(100.0)
     meter = progress.LineMeters(Output(), 5.0, clock).start("pull")
     clock.now += 5
     meter.update(1000)
@@ -102,7 +95,7 @@ def test_bars_draw_bytes_rate_and_percentage_to_stderr(
 
 
 def test_a_counter_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = progress.LineMeters(Output(json=True), 0.0, Clock())
+    shown = progress.LineMeters(Output(json=True), 0.0, Clock(100.0))
     counter = progress.Counter(shown, "verify", run="r")
     counter.add(1)  # nothing to show yet
     counter.begin(10)

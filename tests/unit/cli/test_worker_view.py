@@ -10,16 +10,7 @@ from shardcast.cli.progress import LineMeters
 from shardcast.cli.worker_view import WorkerView
 from shardcast.errors import IntegrityError, NetworkError
 from shardcast.events import EventKind, WorkerEvent
-
-
-class Clock:
-    """Time that passes when told to."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.clock import Clock
 
 
 def event(kind: EventKind, **members: object) -> WorkerEvent:
@@ -56,7 +47,7 @@ LIFE = (
 def test_json_events_carry_every_member_the_design_names(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    clock = Clock()
+    clock = Clock(0.0)
     shown = view(Output(json=True), clock)
     for one in LIFE:
         shown.on_event(one)
@@ -73,7 +64,7 @@ def test_json_events_carry_every_member_the_design_names(
 
 
 def test_errors_name_code_message_and_source(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = view(Output(json=True), Clock())
+    shown = view(Output(json=True), Clock(0.0))
     shown.on_event(event(EventKind.ERROR, error=NetworkError("gone", source="http://a")))
     shown.on_event(event(EventKind.SOURCE, source="http://b", error=NetworkError("slow")))
     first, second = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -87,7 +78,7 @@ def test_errors_name_code_message_and_source(capsys: pytest.CaptureFixture[str])
 
 
 def test_people_see_ready_and_committed(capsys: pytest.CaptureFixture[str]) -> None:
-    clock = Clock()
+    clock = Clock(0.0)
     shown = view(Output(), clock)
     for one in LIFE:
         shown.on_event(one)
@@ -100,7 +91,7 @@ def test_people_see_ready_and_committed(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_a_source_that_is_down_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = view(Output(), Clock())
+    shown = view(Output(), Clock(0.0))
     for _ in range(5):
         shown.on_event(event(EventKind.SOURCE, source="http://b", error=NetworkError("refused")))
     assert capsys.readouterr().err == "http://b: refused\n"
@@ -121,7 +112,7 @@ def test_a_source_that_is_down_is_named_once(capsys: pytest.CaptureFixture[str])
 def test_what_people_should_know_is_said(
     capsys: pytest.CaptureFixture[str], kind: EventKind, said: str
 ) -> None:
-    shown = view(Output(), Clock())
+    shown = view(Output(), Clock(0.0))
     error = None if kind is EventKind.FROZEN else IntegrityError("wrong bytes")
     shown.on_event(event(kind, version=4, source="http://b", error=error))
     assert said in capsys.readouterr().err

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -54,15 +53,3 @@ def signer(tmp_path: Path) -> Signer:
 @pytest.fixture
 def run(tmp_path: Path) -> RunStore:
     return Store(tmp_path / "store").run("default", create=True)
-
-
-@pytest.fixture
-def tree() -> Callable[[Path], dict[str, bytes]]:
-    def read(root: Path) -> dict[str, bytes]:
-        return {
-            path.relative_to(root).as_posix(): path.read_bytes()
-            for path in sorted(root.rglob("*"))
-            if path.is_file()
-        }
-
-    return read

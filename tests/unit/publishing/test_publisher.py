@@ -31,9 +31,8 @@ from shardcast.publisher import publish_directory
 from shardcast.publishing import PublishOptions
 from shardcast.store.run import RunStore
 from shardcast.store.stored import Durability
+from tests.tree import contents_of
 from tests.unit.publishing.conftest import START_MS, Clock
-
-Tree = Callable[[Path], dict[str, bytes]]
 
 
 def head_of(run: RunStore) -> Head:
@@ -43,16 +42,16 @@ def head_of(run: RunStore) -> Head:
 
 
 def test_the_version_is_the_directory_byte_for_byte(
-    checkpoint: Path, run: RunStore, signer: Signer, clock: Clock, tree: Tree
+    checkpoint: Path, run: RunStore, signer: Signer, clock: Clock
 ) -> None:
     done = publish_directory(PublishOptions(source=checkpoint, step=7), run, [signer], clock)
 
     assert done.path == run.root / "versions" / "000001"
     assert done.path is not None
-    assert tree(done.path) == tree(checkpoint)
+    assert contents_of(done.path) == contents_of(checkpoint)
     head = head_of(run)
     assert (head.version, head.versions[0].step, head.open, head.hold) == (1, 7, None, False)
-    assert head.versions[0].bytes == sum(len(data) for data in tree(checkpoint).values())
+    assert head.versions[0].bytes == sum(len(data) for data in contents_of(checkpoint).values())
     assert head.keys == [encode_key(signer.public_key)]
     assert head.expires_at - head.issued_at == 7 * 24 * 3600 * 1000
 
@@ -262,7 +261,7 @@ publisher.publish_directory(
 
 @pytest.mark.parametrize("where", ["hash", "documents", "commit", "head", "trust", "collect"])
 def test_a_kill_at_any_point_leaves_the_previous_head_or_the_new_one(
-    tmp_path: Path, checkpoint: Path, run: RunStore, clock: Clock, tree: Tree, where: str
+    tmp_path: Path, checkpoint: Path, run: RunStore, clock: Clock, where: str
 ) -> None:
     key, _ = keys.generate(tmp_path / "k")
     signer = keys.load_signer(key)
@@ -292,7 +291,7 @@ def test_a_kill_at_any_point_leaves_the_previous_head_or_the_new_one(
     done = publish_directory(PublishOptions(source=checkpoint), fresh, [signer], clock)
     assert done.ref.version == head.version + 1
     assert done.path is not None
-    assert tree(done.path) == tree(checkpoint)
+    assert contents_of(done.path) == contents_of(checkpoint)
     assert fresh.staged() == []
     assert sorted(fresh.committed()) == list(range(1, done.ref.version + 1))
 
@@ -409,7 +408,7 @@ def test_hold_is_set_and_lifted(
 
 
 def test_a_hugging_face_cache_snapshot_is_published_through_its_links(
-    tmp_path: Path, run: RunStore, signer: Signer, clock: Clock, tree: Tree
+    tmp_path: Path, run: RunStore, signer: Signer, clock: Clock
 ) -> None:
     blobs = tmp_path / "models--org--name" / "blobs"
     snapshot = tmp_path / "models--org--name" / "snapshots" / "abc"
@@ -421,7 +420,7 @@ def test_a_hugging_face_cache_snapshot_is_published_through_its_links(
     for link in (False, True):
         done = publish_directory(PublishOptions(source=snapshot, link=link), run, [signer], clock)
         assert done.path is not None
-        assert tree(done.path) == tree(snapshot)
+        assert contents_of(done.path) == contents_of(snapshot)
         assert not any(path.is_symlink() for path in done.path.rglob("*"))
 
 

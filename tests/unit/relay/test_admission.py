@@ -18,14 +18,7 @@ from relay.admission import (
 )
 from relay.config import Limits
 from relay.descriptors import share_out
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.clock import Clock
 
 
 def admission(

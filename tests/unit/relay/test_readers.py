@@ -4,18 +4,12 @@ from pathlib import Path
 
 from relay.readers import Leases, Readers
 from shardcast.store.store import Store
+from tests.clock import Clock
 from tests.contract.made import RUN, noise, publish
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_a_version_is_being_fetched_for_a_while_after_it_was_asked_for() -> None:
-    clock = Clock()
+    clock = Clock(100.0)
     readers = Readers(clock, 60.0)
     readers.saw(1, None)
     clock.now += 40
@@ -33,7 +27,7 @@ def test_a_version_is_being_fetched_for_a_while_after_it_was_asked_for() -> None
 def test_what_is_being_fetched_is_not_removed_by_another_process(tmp_path: Path) -> None:
     publish(tmp_path / "s", tmp_path / "c", {"a": noise(1000)})
     ours, publisher = Store(tmp_path / "s"), Store(tmp_path / "s")
-    clock = Clock()
+    clock = Clock(100.0)
     readers = Readers(clock, 60.0, leases=Leases(8))
     stored = ours.run(RUN).stored(1)
     assert stored is not None
@@ -53,7 +47,7 @@ def test_without_a_lease_nothing_is_held(tmp_path: Path) -> None:
     publish(tmp_path / "s", tmp_path / "c", {"a": noise(1000)})
     ours = Store(tmp_path / "s")
     stored = ours.run(RUN).stored(1)
-    Readers(Clock()).saw(1, stored)
+    Readers(Clock(100.0)).saw(1, stored)
     assert ours.run(RUN).evict(1)
     ours.close()
 
@@ -61,7 +55,7 @@ def test_without_a_lease_nothing_is_held(tmp_path: Path) -> None:
 def test_closing_gives_leases_back(tmp_path: Path) -> None:
     publish(tmp_path / "s", tmp_path / "c", {"a": noise(1000)})
     ours = Store(tmp_path / "s")
-    readers = Readers(Clock(), leases=Leases(8))
+    readers = Readers(Clock(100.0), leases=Leases(8))
     readers.saw(1, ours.run(RUN).stored(1))
     assert not ours.run(RUN).evict(1)
     readers.close()
@@ -78,7 +72,7 @@ def test_leases_are_bounded_over_all_runs(tmp_path: Path) -> None:
         version = ours.run(name).stored(1)
         assert version is not None
         stored.append(version)
-        everyone.append(Readers(Clock(), leases=leases))
+        everyone.append(Readers(Clock(100.0), leases=leases))
     for readers, version in zip(everyone, stored, strict=True):
         readers.saw(1, version)
     assert [version.leased for version in stored] == [False, True, True]

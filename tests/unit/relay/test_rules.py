@@ -17,15 +17,7 @@ from shardcast.errors import MalformedError, NetworkError, SourceStatusError, Us
 from shardcast.protocol.limits import MAX_DEPTH
 from shardcast.protocol.wire import parse_path
 from shardcast.watcher import UpstreamState
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
+from tests.clock import Clock
 
 # --- options ------------------------------------------------------------------------------------
 

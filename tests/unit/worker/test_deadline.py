@@ -10,8 +10,9 @@ import pytest
 from shardcast.errors import NetworkError, UsageError
 from shardcast.events import EventKind, WorkerEvent
 from tests.fakes import KIB, Action, FakeRun, Gone, Request, RunServer, Unaccepting
+from tests.tree import contents_of
 from tests.unit.worker.conftest import with_config
-from tests.unit.worker.test_pull import tree, worker
+from tests.unit.worker.test_pull import worker
 
 PATIENT = with_config(
     read_timeout_s=30.0, header_timeout_s=30.0, give_up_after_s=30.0, connect_timeout_s=30.0,
@@ -39,7 +40,7 @@ def test_it_says_what_is_missing_and_keeps_what_is_here(
     assert not (tmp_path / "out" / "current").exists()
     server.fault = lambda request, data: None
     update = worker(tmp_path / "out", run, server, config=PATIENT, deadline_s=20).pull()
-    assert tree(update.path) == run.files[1]
+    assert contents_of(update.path) == run.files[1]
     assert update.bytes_fetched == 256 * KIB * held  # nothing was lost
 
 
@@ -98,7 +99,7 @@ def test_a_dead_source_is_not_asked_for_any_shard(
         url = gone.url if dead == "refuses" else hole.url
         pull = worker(tmp_path / "out", run, url, server, config=PATIENT, observer=Log())
         update = pull.pull()
-    assert tree(update.path) == run.files[1]
+    assert contents_of(update.path) == run.files[1]
     blamed = [event for event in events if event.kind is EventKind.SOURCE]
     assert len(blamed) <= 1  # for its head
     assert all("blob" not in str(event.error) for event in blamed)

@@ -16,8 +16,9 @@ from shardcast.protocol.digest import digest_of
 from shardcast.protocol.wire import blob_etag
 from tests.fakes import KIB, Action, FakeRun, Gone, Request, RunServer, Until, response
 from tests.observer import Log
+from tests.tree import contents_of
 from tests.unit.worker.conftest import some_bytes, with_config
-from tests.unit.worker.test_pull import tree, worker
+from tests.unit.worker.test_pull import worker
 
 SHARD = 256 * KIB
 SHARDS = 64
@@ -65,7 +66,7 @@ def test_a_source_that_stops_keeps_no_shard(tmp_path: Path, long_run: FakeRun, p
         pull = worker(tmp_path / "out", long_run, good, bad, config=PATIENT, observer=log)
         update = pull.pull()
         sent = sum(good.sent.values()) + sum(bad.sent.values()) + part * len(stopping.stopped)
-    assert tree(update.path) == FILES
+    assert contents_of(update.path) == FILES
     assert 1 <= len(stopping.stopped) <= 2  # what it had under way, and no more
     needed = sum(map(len, long_run.blobs.values()))
     assert update.bytes_fetched <= needed * 1.02
@@ -112,7 +113,7 @@ def test_wrong_bytes_in_a_race_ban_who_sent_them(tmp_path: Path, long_run: FakeR
         pull = worker(tmp_path / "out", long_run, good, bad, config=PATIENT, observer=log)
         update = pull.pull()
     assert raced.is_set()
-    assert tree(update.path) == FILES
+    assert contents_of(update.path) == FILES
     # Together with the 2000 bytes of the other one it bans nobody; when those prove right, it does.
     assert [event.source for event in log.of(EventKind.BANNED)] == [bad.url]
 
@@ -143,7 +144,7 @@ async def test_cancellation_in_a_race_leaves_nothing_and_loses_nothing(
         stopping.go_on.set()
         first.fault = second.fault = lambda request, data: None
         update = await worker(tmp_path / "out", long_run, first, second, config=PATIENT).apull()
-    assert tree(update.path) == FILES
+    assert contents_of(update.path) == FILES
     assert update.bytes_fetched <= 4 * SHARD  # only what was on its way
 
 

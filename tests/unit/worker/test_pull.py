@@ -40,6 +40,7 @@ from shardcast.store.stored import Durability
 from shardcast.worker import Update, Worker
 from tests.fakes import KIB, Action, Close, FakeRun, Gone, Request, RunServer, response
 from tests.observer import Log
+from tests.tree import contents_of
 from tests.unit.worker.conftest import QUICK, some_bytes, with_config
 
 SHARD = 256 * KIB
@@ -57,17 +58,9 @@ def worker(out: Path, run: FakeRun, *servers: RunServer | str, **options: Any) -
     )
 
 
-def tree(root: Path) -> dict[str, bytes]:
-    return {
-        path.relative_to(root).as_posix(): path.read_bytes()
-        for path in sorted(root.rglob("*"))
-        if path.is_file()
-    }
-
-
 def assert_is(update: Update, run: FakeRun, version: int) -> None:
     assert update.version == version
-    assert tree(update.path) == run.files[version]
+    assert contents_of(update.path) == run.files[version]
     current = update.path.parent.parent / "current"
     assert current.resolve() == update.path
 
@@ -236,7 +229,7 @@ def test_unchanged_files_and_shards_come_from_the_version_before(
     for path in ("model-00002-of-00002.safetensors", "renamed/vocab.txt"):
         assert (update.path / path).stat().st_nlink > 1
     assert (update.path / name).stat().st_ino != (before.path / name).stat().st_ino
-    assert tree(before.path) == run.files[1]
+    assert contents_of(before.path) == run.files[1]
 
 
 def test_back_to_an_older_version_without_the_network(
@@ -273,7 +266,7 @@ def test_a_version_with_a_reader_stays(tmp_path: Path, run: FakeRun, server: Run
     run.publish({"model": some_bytes(9)})
     with shared_lock(first.path):
         worker(out, run, server, keep=1).pull()
-        assert tree(first.path) == run.files[1]
+        assert contents_of(first.path) == run.files[1]
     run.publish({"model": some_bytes(10)})
     worker(out, run, server, keep=1).pull()
     assert [path.name for path in (out / "versions").iterdir()] == ["000003"]

@@ -11,16 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardcast.selector import Rating, Selector
+from tests.clock import Clock
 
 MIB = 1 << 20
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def make(*keys: str, limit: int | None = None, seed: int = 1) -> tuple[Selector[str], Clock]:
