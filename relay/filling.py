@@ -201,22 +201,28 @@ class Fills:
             1, int(self._most * _RUN_SHARE)
         )
 
-    def start(self, target: Target, route: Route) -> Fill:
-        """Start fetching a blob that is not on its way yet."""
+    def start(self, target: Target, route: Route, rank: int = 0) -> Fill:
+        """Start fetching a blob that is not on its way yet.
+
+        Args:
+            target: Where it goes.
+            route: Whom to ask for it.
+            rank: Of the run's fills that wait for a thread, lower ones come first.
+        """
         fill = Fill(target, self._loop)
         fill.lateral = route.lateral
         key = (target.run, target.digest)
         self._open[key] = fill
         self._by_run[target.run] += 1
         self._metrics.open_fills.set(len(self._open))
-        task = self._loop.create_task(self._fill(fill, Filling(fill, route, self._metrics)))
+        task = self._loop.create_task(self._fill(fill, Filling(fill, route, self._metrics), rank))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return fill
 
-    async def _fill(self, fill: Fill, filling: Filling) -> None:
+    async def _fill(self, fill: Fill, filling: Filling, rank: int) -> None:
         try:
-            await self._steps(fill, filling)
+            await self._steps(fill, filling, rank)
         except ShardcastError as error:
             problem: ShardcastError | None = error
         except Exception as error:
@@ -226,12 +232,12 @@ class Fills:
             problem = None
         self._ended(fill, problem)
 
-    async def _steps(self, fill: Fill, filling: Filling) -> None:
+    async def _steps(self, fill: Fill, filling: Filling, rank: int) -> None:
         run = fill.target.run
         try:
             while True:
                 lateral = filling.lateral
-                async with self._turns[lateral].turn(run):
+                async with self._turns[lateral].turn(run, rank):
                     seconds = await self._step(fill, filling, lateral)
                 if seconds is None:
                     return

@@ -40,6 +40,8 @@ log = logging.getLogger("relay.handover")
 
 DOOR_NAME: Final = ".relay.sock"
 FORMAT: Final = "shardcast.handover/1"
+_AGAIN_S: Final = 1.0
+"""Between two tries to accept, where the system refuses."""
 ANSWER_S: Final = 15.0
 """Longest wait for an answer that takes no work."""
 START_S: Final = 120.0
@@ -320,7 +322,12 @@ class Door:
     async def _welcome(self, door: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            sock, _address = await loop.sock_accept(door)
+            try:
+                sock, _address = await loop.sock_accept(door)
+            except OSError as error:  # out of descriptors, say: whoever knocks waits
+                log.warning("take-over: accepting failed: %s", error)
+                await asyncio.sleep(_AGAIN_S)
+                continue
             task = asyncio.create_task(self._talk(sock))
             self._talking.add(task)
             task.add_done_callback(self._talking.discard)

@@ -240,7 +240,7 @@ class Node:
             document=isinstance(known, DocumentBlob),
             for_sibling=for_sibling,
         )
-        return self.fills.start(target, route)
+        return self.fills.start(target, route, run.rank(known))
 
     async def open_here(self, run: RelayRun, known: Known) -> Opened | None:
         """Open a blob that is on disk, or will be in a moment by what is going on; else None."""

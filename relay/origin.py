@@ -12,6 +12,7 @@ import time
 
 import msgspec
 
+from relay.isolation import for_each
 from relay.node import Node
 from relay.runs import RelayRun
 from shardcast.errors import ShardcastError, UsageError
@@ -49,8 +50,7 @@ class OriginFeed:
     async def prepare(self) -> None:
         """Look at every run once."""
         await self._look_for_runs()
-        for run in list(self._node.runs.values()):
-            await self._look(run)
+        await for_each(self._node.runs.values(), "looking at its head", self._look)
 
     async def run(self) -> None:
         """Watch until cancelled."""
@@ -59,8 +59,7 @@ class OriginFeed:
             if self._node.clock() - looked >= LOOK_S:
                 looked = self._node.clock()
                 await self._look_for_runs()
-            for run in list(self._node.runs.values()):
-                await self._look(run)
+            await for_each(self._node.runs.values(), "looking at its head", self._look)
             await asyncio.sleep(POLL_S)
 
     async def refresh(self, run: RelayRun) -> None:

@@ -13,7 +13,7 @@ import functools
 import json
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -166,11 +166,24 @@ class _Descriptor:
 
 
 async def send_file(
-    request: web.BaseRequest, fd: int, offset: int, count: int, pace: Stream | None
+    request: web.BaseRequest,
+    fd: int,
+    offset: int,
+    count: int,
+    pace: Stream | None,
+    counted: Callable[[int], None],
 ) -> None:
     """Send ``count`` bytes of a file to the client.
 
     A cancellation leaves the response unfinished; the connection is unusable then.
+
+    Args:
+        request: Whose answer it is.
+        fd: The file.
+        offset: Where to begin.
+        count: How many.
+        pace: Holds it back; None: nothing does.
+        counted: Told how many bytes have just been given to the client's connection.
 
     Raises:
         ConnectionError: If the client is gone.
@@ -198,6 +211,7 @@ async def send_file(
             raise
         except OSError as error:
             raise AbortedResponseError(f"reading failed: {error}") from error
+        counted(sent)
         if sent != size:
             raise AbortedResponseError(f"file ended {size - sent} bytes early")
         if pace is not None:

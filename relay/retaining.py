@@ -6,9 +6,10 @@ import asyncio
 import logging
 import time
 
+from relay.isolation import for_each
 from relay.node import Node
 from relay.runs import RelayRun
-from shardcast.errors import BusyError, ShardcastError
+from shardcast.errors import BusyError
 from shardcast.store.retention import Held, Keep, choose_evictions, collect
 
 log = logging.getLogger("relay.retaining")
@@ -81,11 +82,7 @@ class Retention:
         """Look every few seconds until cancelled."""
         while True:
             await asyncio.sleep(EVERY_S)
-            for run in list(self._node.runs.values()):
-                try:
-                    await self.apply(run)
-                except ShardcastError as error:
-                    log.warning("run %s: retention: %s", run.name, error)
+            await for_each(self._node.runs.values(), "retention", self.apply)
 
     async def apply(self, run: RelayRun) -> None:
         """Evict what one run does not need."""

@@ -327,6 +327,16 @@ class RelayRun:
             self.used[number] = self._clock()
             self.readers.saw(number, self.stored.get(number))
 
+    def rank(self, known: Known) -> int:
+        """Return how urgent a blob is: by how many versions its newest one is behind, 0 first.
+
+        So nobody can keep the newest version from coming by asking for old ones.
+        """
+        if not isinstance(known, ShardBlob):
+            return 0
+        newest = known.places[0].version
+        return sum(number > newest for number in self.catalog.numbers())
+
     def let_go(self) -> None:
         """Forget versions that the head dropped and that nobody fetches any more."""
         fetched = self.readers.versions()

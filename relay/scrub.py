@@ -28,6 +28,7 @@ from typing import Final, TypeVar
 
 from relay import respond
 from relay.copies import copy_local
+from relay.isolation import for_each
 from relay.node import Node
 from relay.runs import RelayRun
 from relay.threads import in_thread
@@ -111,11 +112,13 @@ class Scrubber:
     async def read_all(self) -> None:
         """Read everything once. The first time it begins anywhere."""
         start = 0.0 if self._passes else self._rng.random()
-        for run in list(self._node.runs.values()):
-            numbers = sorted(run.stored, reverse=True)
-            for number in rotated(numbers, start):
+
+        async def read(run: RelayRun) -> None:
+            for number in rotated(sorted(run.stored, reverse=True), start):
                 await self._version(run, number, start)
             await self._shelf(run, start)
+
+        await for_each(self._node.runs.values(), "scrubbing", read)
         self._at = None
         self._passes += 1
         self._passed = self._node.clock()

@@ -108,7 +108,8 @@ class BlobServer:
         self._node.sending += 1
         try:
             with self._lane.sending(request, count):
-                await respond.send_file(request, fd, offset, count, pace)
+                counted = self._node.metrics.sent.labels(source=source).inc
+                await respond.send_file(request, fd, offset, count, pace, counted)
         except AbortedResponseError:
             self._abort(request, response)
             raise
@@ -118,7 +119,6 @@ class BlobServer:
             raise
         finally:
             self._node.sending -= 1
-        self._node.metrics.sent.labels(source=source).inc(count)
 
     def _pace(self, request: web.BaseRequest) -> Stream | None:
         pacer = self._node.pacer

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+import heapq
+import itertools
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final
@@ -13,9 +15,9 @@ RESERVED_SHARE: Final = 4
 
 
 class Turns:
-    """Hands out slots: who has the fewest comes first, in each run whoever asked first.
+    """Hands out slots by runs and ranks.
 
-    A run whose blobs do not come, or come a byte a second, holds its slots for long. It gets all
+    The run that has the fewest comes first, in it the lowest rank, then whoever asked first. A run whose blobs do not come, or come a byte a second, holds its slots for long. It gets all
     but a quarter of them, so the others go on at once. A relay of a single run uses them all.
     For one event loop.
 
@@ -29,7 +31,8 @@ class Turns:
         self._reserved = slots // RESERVED_SHARE
         self._held: Counter[str] = Counter()
         self._runs: set[str] = set()
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        self._waiting: dict[str, list[tuple[int, int, asyncio.Future[None]]]] = {}
+        self._asked = itertools.count()
 
     @property
     def free(self) -> int:
@@ -37,19 +40,24 @@ class Turns:
         return self._free
 
     @asynccontextmanager
-    async def turn(self, run: str) -> AsyncIterator[None]:
+    async def turn(self, run: str, rank: int = 0) -> AsyncIterator[None]:
         """Hold a slot while the block runs. A cancellation leaves nothing behind."""
-        await self.take(run)
+        await self.take(run, rank)
         try:
             yield
         finally:
             self.give(run)
 
-    async def take(self, run: str) -> None:
-        """Wait for a slot; ``give`` it back. A cancellation leaves nothing behind."""
+    async def take(self, run: str, rank: int = 0) -> None:
+        """Wait for a slot; ``give`` it back. A cancellation leaves nothing behind.
+
+        Args:
+            run: Whose slot it is.
+            rank: Lower ones come first within the run.
+        """
         self._runs.add(run)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(run, deque()).append(turn)
+        heapq.heappush(self._waiting.setdefault(run, []), (rank, next(self._asked), turn))
         self._grant()
         try:
             await turn
@@ -71,8 +79,7 @@ class Turns:
             run = self._next()
             if run is None:
                 return
-            queue = self._waiting[run]
-            turn = queue.popleft()
+            _rank, _asked, turn = heapq.heappop(self._waiting[run])
             if not turn.done():  # else who waited has left
                 self._free -= 1
                 self._held[run] += 1

@@ -61,6 +61,23 @@ async def test_who_has_the_fewest_is_next() -> None:
         task.cancel()
 
 
+async def test_within_a_run_the_newest_version_comes_first() -> None:
+    """However many blobs of old versions were asked for before."""
+    turns = Turns(1)
+    await turns.take("a")
+    old = [asyncio.create_task(turns.take("a", 2)) for _ in range(50)]
+    await asyncio.sleep(0)
+    new = [asyncio.create_task(turns.take("a", 0)) for _ in range(2)]
+    await asyncio.sleep(0)
+    for _ in range(3):
+        turns.give("a")
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    assert (done(new), done(old), old[0].done()) == (2, 1, True)
+    for task in (*old, *new):
+        task.cancel()
+
+
 async def test_who_leaves_while_waiting_or_just_granted_leaves_nothing_behind() -> None:
     turns = Turns(1)
     await turns.take("a")
