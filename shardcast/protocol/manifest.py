@@ -9,7 +9,6 @@ from typing import Annotated, Final, Literal
 import msgspec
 
 from shardcast.errors import MalformedError, MixAndMatchError, WrongRunError
-from shardcast.protocol.digest import digest_of
 from shardcast.protocol.documents import Digest, Document, decode, encode
 from shardcast.protocol.head import OpenRef, VersionRef
 from shardcast.protocol.layout import Extent, Layout, Part
@@ -203,15 +202,3 @@ def _check_lengths(layout: Layout, digests: Sequence[str | None], name: str) -> 
                 raise MixAndMatchError(
                     f"{name}: digest {digest} stands for {lengths[digest]} and for {length} bytes"
                 )
-
-
-def check_document(data: bytes, digest: str, *, what: str) -> bytes:
-    """Return ``data`` if its digest is ``digest``.
-
-    Raises:
-        MixAndMatchError: If it is not: the document is not the one that was named.
-    """
-    found = digest_of(data)
-    if found != digest:
-        raise MixAndMatchError(f"{what} has digest {found}, not {digest}")
-    return data

@@ -100,7 +100,6 @@ class _Watch:
     def __init__(self, truth: Truth, digest: Digester) -> None:
         self.problems: list[str] = []
         self.looks = 0
-        self.spoiled: set[Path] = set()
         self.roots: list[Path] = []
         self._truth = truth
         self._digest = digest
@@ -163,14 +162,12 @@ class _Watch:
                 self.problems.append(what)
 
     def _file(self, path: Path, digest: str, digester: Digester) -> None:
-        if path in self.spoiled:
-            return
         info = os.stat(path)
         signature = info.st_ino, info.st_size, info.st_mtime_ns
         if self._seen.get(path) == signature:
             return
         found = digester(path)
-        if found != digest and path not in self.spoiled:
+        if found != digest:
             self.problems.append(f"{path} holds {info.st_size} bytes {found}, not {digest}")
         self._seen[path] = signature
 
@@ -197,15 +194,6 @@ class Verdict:
     def watch(self, *run_directories: Path) -> None:
         """Watch a worker's directory or a relay's ``store/RUN``, now or before it exists."""
         self._watch.roots += run_directories
-
-    @contextmanager
-    def spoiling(self, *paths: Path) -> Iterator[None]:
-        """Pass over files that the test itself damages; they must be right after the block."""
-        self._watch.spoiled |= set(paths)
-        try:
-            yield
-        finally:
-            self._watch.spoiled -= set(paths)
 
     def served(self, digest: str, body: bytes) -> None:
         """A reader got a complete blob: it must be the right one."""

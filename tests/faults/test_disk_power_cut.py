@@ -22,7 +22,6 @@ from tests.faults.world import Log, worker
 
 FILES = {"big": noise(4 * SHARD, 1), "small": noise(1000, 2), "empty": b""}
 VERSION = make_version(1, FILES)
-OTHER = make_version(2, {"big": noise(4 * SHARD, 3)})
 
 
 def path_of(digest: str) -> str:

@@ -26,7 +26,6 @@ from tests.contract.relays import wait_head, wait_ready
 from tests.contract.scripted import Pause, ScriptedParent
 from tests.contract.wire_client import PATIENCE_S, Wire, eventually, http
 from tests.faults.processes import (
-    Line,
     Load,
     fails,
     gone,
@@ -64,22 +63,6 @@ async def parent(*versions: MadeVersion) -> AsyncIterator[ScriptedParent]:
     found.serve(make_head(*versions), *versions)
     async with found.running():
         yield found
-
-
-async def listing(store: Path) -> set[int]:
-    """Process ids in the store's lock file: who has changed it last."""
-    with contextlib.suppress(OSError, ValueError):
-        return {int((store / ".relay.lock").read_text())}
-    return set()
-
-
-async def in_charge(relay: Line, store: Path) -> None:
-    """Wait until the newest relay is the one that changes the store."""
-
-    async def check() -> bool:
-        return await listing(store) == {relay.pid}
-
-    await eventually(check, what=f"process {relay.pid} has the store")
 
 
 @asynccontextmanager

@@ -14,7 +14,6 @@ from shardcast.protocol.manifest import (
     assemble,
     assemble_open,
     bound_parts,
-    check_document,
     decode_manifest,
     encode_manifest,
 )
@@ -157,10 +156,3 @@ def test_what_a_manifest_may_not_say() -> None:
         decode_manifest(msgspec.json.encode(twice))
     with pytest.raises(MalformedError, match="parts"):
         encode_manifest(A, [f"{i:064x}" for i in range(65537)])
-
-
-def test_a_document_is_what_its_digest_says() -> None:
-    data = encode_manifest(A, [B])
-    assert check_document(data, digest_of(data), what="manifest") is data
-    with pytest.raises(MixAndMatchError, match=f"manifest has digest {digest_of(data)}, not a"):
-        check_document(data, A, what="manifest")
