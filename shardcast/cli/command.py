@@ -100,6 +100,7 @@ def build(name: str, function: Callable[..., None], *, panel: str | None = None)
         )
         for option, annotation, default in _COMMON
     ]
+    # Functions have the attribute for inspect alone; typer reads it.
     run.__signature__ = inspect.Signature(signature)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in signature}
     run.__doc__ = function.__doc__

@@ -12,6 +12,7 @@ import pytest
 from relay.config import Prefetch
 from relay.following import ParentFeed
 from relay.node import Node
+from shardcast.demo.processes import free_ports
 from shardcast.errors import UsageError
 from shardcast.protocol.digest import digest_of
 from shardcast.store.store import Store
@@ -335,16 +336,6 @@ async def test_a_parent_at_the_deepest_level_is_not_taken(tmp_path: Path) -> Non
         assert (await status_of(url))["parents"][0]["used"] is False
 
 
-async def _free_ports(count: int) -> list[int]:
-    servers = [
-        await asyncio.start_server(lambda _r, w: w.close(), "127.0.0.1", 0) for _ in range(count)
-    ]
-    ports = [server.sockets[0].getsockname()[1] for server in servers]
-    for server in servers:
-        server.close()
-    return ports
-
-
 @pytest.mark.parametrize("size", [1, 2, 3])
 async def test_a_ring_of_parents_ends_in_errors_and_not_in_a_hang(
     tmp_path: Path, size: int
@@ -352,7 +343,7 @@ async def test_a_ring_of_parents_ends_in_errors_and_not_in_a_hang(
     """Relays that are each other's parents know a version's head, and none has its shards."""
     origin = ScriptedParent()
     origin.serve(make_head(VERSION), VERSION)
-    ports = await _free_ports(size)
+    ports = free_ports(size)
     urls = [f"http://127.0.0.1:{port}" for port in ports]
 
     def ring(number: int, *more: str) -> Any:
@@ -392,7 +383,7 @@ async def test_a_ring_of_parents_ends_in_errors_and_not_in_a_hang(
 async def _siblings(
     tmp_path: Path, parent: ScriptedParent, count: int, **options: Any
 ) -> tuple[list[Any], list[str]]:
-    ports = await _free_ports(count)
+    ports = free_ports(count)
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     relays = [
         running(
@@ -511,7 +502,7 @@ async def test_siblings_that_hear_of_a_run_at_different_moments_share_it(tmp_pat
     parent = ScriptedParent()
     slow = replace(QUICK, head_poll_s=60.0)  # only what a sibling asks for makes it look
     async with parent.running():
-        ports = await _free_ports(2)
+        ports = free_ports(2)
         urls = [f"http://127.0.0.1:{port}" for port in ports]
         relays = [
             running(

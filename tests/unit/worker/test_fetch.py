@@ -39,7 +39,6 @@ from tests.fakes import (
     Reset,
     ScriptedServer,
     Unaccepting,
-    Until,
     drip,
     response,
 )
@@ -697,11 +696,14 @@ def test_a_full_disk_is_told_as_it_is() -> None:
 # --- cancellation -----------------------------------------------------------------------------
 
 
-def cancelled_during(handler: Handler) -> Got:
-    """Cancel as soon as the server has got the request."""
+def cancelled_during(handler: Handler, certificate: Path | None = None) -> Got:
+    """Cancel as soon as the server has got the request, over TLS perhaps."""
     got, cancel, caught = Got(), Cancel(), list[Exception]()
-    with ScriptedServer(handler) as server:
-        source = BlobSource(server.url, with_config(read_timeout_s=30, header_timeout_s=30))
+    offered = None if certificate is None else serving(certificate)
+    known = None if certificate is None else trusting(certificate)
+    with ScriptedServer(handler, tls=offered) as server:
+        config = with_config(read_timeout_s=30, header_timeout_s=30)
+        source = BlobSource(server.url, config, tls=known)
 
         def fetch() -> None:
             try:
@@ -824,26 +826,5 @@ def test_a_tls_handshake_that_never_ends_is_a_stall() -> None:
 
 
 def test_a_read_over_tls_can_be_cancelled(certificate: Path) -> None:
-    known = trusting(certificate)
-    cancel, caught = Cancel(), list[Exception]()
-    pause = threading.Event()
-    begin: list[Action] = [response(200, DATA[:20_000], length=len(DATA)), Until(pause)]
-    with ScriptedServer(lambda request: begin, tls=serving(certificate)) as server:
-        config = with_config(read_timeout_s=30)
-        source = BlobSource(server.url, config, tls=known)
-
-        def fetch() -> None:
-            try:
-                source.fetch(Got().transfer, cancel)
-            except Exception as error:
-                caught.append(error)
-
-        thread = threading.Thread(target=fetch)
-        thread.start()
-        server.wait_for(lambda: bool(server.requests))
-        cancel.cancel()
-        thread.join(10)
-        assert not thread.is_alive()
-        pause.set()
-        source.close()
-    assert isinstance(caught[0], TransferCancelledError)
+    begin = response(200, DATA[:20_000], length=len(DATA))
+    cancelled_during(lambda request: [begin, Gone()], certificate)
