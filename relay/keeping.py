@@ -4,6 +4,10 @@ A relay that writes (fills, uploads, eviction, commits) holds the lock ``{store}
 the kernel releases when its process ends, however it ends. A relay without the lock serves what
 the disk holds and changes nothing that another process may be writing. docs/adr/0011 has the
 reasons.
+
+An origin's store is its publisher's: what is removed there, nobody can fetch again. So an origin holds
+``{store}/.origin.lock`` together with other origins, and a relay below parents, which evicts by
+its own ``--keep`` and ``--quota``, does not start there.
 """
 
 from __future__ import annotations
@@ -12,17 +16,21 @@ import asyncio
 import contextlib
 import enum
 import logging
+import os
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 from relay.threads import in_thread
 from shardcast.errors import BusyError, DiskError
-from shardcast.store.locks import FileLock
+from shardcast.store.files import disk_errors
+from shardcast.store.locks import FileLock, try_lock
 from shardcast.store.store import Store
 
 log = logging.getLogger("relay.keeping")
 
 LOCK_NAME = ".relay.lock"
+ORIGIN_NAME = ".origin.lock"
 POLL_S = 0.02
 """Between two tries: flock has no wait with a deadline, and a waiting thread cannot be cancelled."""
 
@@ -116,3 +124,73 @@ class Keeper:
             self.state = Keeping.GIVEN_UP
             self._settled.set()
         self._lock.release()
+
+
+class OriginMark:
+    """Tells relays below parents that an origin serves a store. All of it is blocking."""
+
+    def __init__(self, root: Path) -> None:
+        """Show nothing yet.
+
+        Args:
+            root: The store.
+        """
+        self._path = root / ORIGIN_NAME
+        self._fd: int | None = None
+
+    @property
+    def held(self) -> bool:
+        """Whether this process shows it."""
+        return self._fd is not None
+
+    def show(self) -> None:
+        """Hold the mark, beside other origins, until ``hide`` or the end of the process.
+
+        Where it cannot be held (a read-only file system) nothing can be evicted either.
+        """
+        if self._fd is not None:
+            return
+        try:
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            log.debug("the store is not marked as an origin's: %s", error)
+            return
+        if not try_lock(fd, exclusive=False):  # somebody looks at it just now
+            os.close(fd)
+            return
+        self._fd = fd
+        with contextlib.suppress(OSError):  # the pid is a help for people, not the lock
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, b"%d\n" % os.getpid(), 0)
+
+    def hide(self) -> None:
+        """Let go of it; harmless if it is not held."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def require_absent(self) -> None:
+        """Check that no origin serves the store.
+
+        Raises:
+            BusyError: If one does; names its process.
+            DiskError: If that cannot be found out.
+        """
+        with disk_errors(self._path, "opening"):
+            try:
+                fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            except (FileNotFoundError, NotADirectoryError):
+                return
+        try:
+            if not try_lock(fd, exclusive=True):
+                holder = "another process"
+                with contextlib.suppress(OSError, ValueError):
+                    holder = f"process {int(os.pread(fd, 32, 0))}"
+                raise BusyError(
+                    f"store {self._path.parent} is an origin's, served by {holder}: a relay "
+                    "below parents would remove versions there that nobody else has; give it a "
+                    "--store of its own",
+                    source=str(self._path),
+                )
+        finally:
+            os.close(fd)

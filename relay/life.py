@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from relay import notify
 from relay.handover import Door, Offer, Predecessor, find_predecessor
+from relay.keeping import OriginMark
 from relay.listening import Listening, adopt, listen, passed_sockets
 from relay.node import Feed, Node
 from relay.parents import Place
@@ -65,6 +66,7 @@ class Life:
         self._publishing = publishing
         self._replaceable = replaceable
         self._door = Door(node.config.store, self)
+        self._mark = OriginMark(node.config.store)
         self._listening: Listening | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._slots = Turns(node.config.limits.prefetch_fills)
@@ -104,6 +106,10 @@ class Life:
         node, config = self.node, self.node.config
         predecessor = await find_predecessor(config.store) if config.take_over else None
         try:
+            if config.origin:
+                await asyncio.to_thread(self._mark.show)
+            elif predecessor is None:
+                await asyncio.to_thread(self._mark.require_absent)
             if predecessor is None:
                 await self._have_store()
             else:
@@ -254,6 +260,7 @@ class Life:
             await run.close()
         node.store.set_writer(not node.config.writes)
         node.keeper.give_up()
+        self._mark.hide()
 
     async def _written(self) -> None:
         """Wait until no extent is being written; what is filled for nobody is cancelled."""
@@ -277,6 +284,7 @@ class Life:
         for run in list(node.runs.values()):
             await run.close()
         node.keeper.give_up()
+        self._mark.hide()
 
 
 async def _unless(event: asyncio.Event, work: Awaitable[None]) -> bool:
