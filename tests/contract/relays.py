@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -13,7 +14,7 @@ from relay.app import serve
 from relay.config import Limits, RelayConfig
 from shardcast.config import NetConfig
 from shardcast.keys import public_pem
-from tests.contract.made import signer
+from tests.contract.made import RUN, signer
 from tests.contract.wire_client import PATIENCE_S, eventually, http
 
 QUICK = NetConfig(
@@ -104,10 +105,28 @@ async def wait_ready(url: str) -> None:
     await eventually(check, what=f"{url} ready")
 
 
-async def wait_head(url: str, run: str = "policy") -> None:
+async def wait_head(url: str, run: str = RUN) -> None:
     """Waits until the relay serves a head."""
 
     async def check() -> bool:
         return (await http(url, f"/v1/{run}/head")).status == 200
 
     await eventually(check, what=f"{url} has a head")
+
+
+def path_of(digest: str, run: str = RUN) -> str:
+    """The path of a blob."""
+    return f"/v1/{run}/blobs/{digest}.bin"
+
+
+async def status_of(url: str) -> Any:
+    """What a relay says of itself."""
+    return json.loads((await http(url, "/v1/status")).body)
+
+
+async def metric(url: str, name: str) -> float:
+    """The value of a relay's counter or gauge, of its only series."""
+    text = (await http(url, "/metrics")).body.decode()
+    found = re.search(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
+    assert found is not None, name
+    return float(found[1])

@@ -18,15 +18,11 @@ from shardcast.errors import UsageError
 from shardcast.protocol.digest import digest_of
 from shardcast.store.store import Store
 from tests.contract.made import RUN, SHARD, make_head, make_version, noise, publish
-from tests.contract.relays import config, limits, running, wait_head, wait_ready
+from tests.contract.relays import config, limits, path_of, running, wait_head, wait_ready
 from tests.contract.scripted import ScriptedParent
 from tests.contract.wire_client import eventually, http
 
 VERSION = make_version(1)
-
-
-def path_of(digest: str) -> str:
-    return f"/v1/{RUN}/blobs/{digest}.bin"
 
 
 async def test_cold_bytes_are_read_in_a_thread_first(

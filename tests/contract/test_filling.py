@@ -13,18 +13,14 @@ from relay.config import Prefetch
 from relay.targets import ShardTarget
 from shardcast.protocol.digest import digest_of
 from shardcast.protocol.limits import HELD_BACK_BYTES
-from tests.contract.made import RUN, SHARD, MadeVersion, make_head, make_version, noise
-from tests.contract.relays import config, running, wait_head, wait_ready
+from tests.contract.made import SHARD, MadeVersion, make_head, make_version, noise
+from tests.contract.relays import config, path_of, running, wait_head, wait_ready
 from tests.contract.scripted import Pause, ScriptedParent, etag, refuses, sends, start_of
 from tests.contract.wire_client import Wire, eventually, http
 
 VERSION = make_version(1)
 BIG = VERSION.shards[0]  # 256 KiB
 DATA = VERSION.blobs[BIG]
-
-
-def path_of(digest: str) -> str:
-    return f"/v1/{RUN}/blobs/{digest}.bin"
 
 
 @asynccontextmanager

@@ -12,15 +12,11 @@ from relay.keeping import LOCK_NAME
 from shardcast.protocol.digest import digest_of
 from shardcast.store.locks import FileLock
 from tests.contract.made import RUN, SHARD, make_head, make_version, noise
-from tests.contract.relays import config, limits, running, wait_head, wait_ready
+from tests.contract.relays import config, limits, path_of, running, wait_head, wait_ready
 from tests.contract.scripted import ScriptedParent
 from tests.contract.wire_client import PATIENCE_S, http
 
 VERSION = make_version(1, {"model": noise(4 * SHARD + 5)})
-
-
-def path_of(digest: str) -> str:
-    return f"/v1/{RUN}/blobs/{digest}.bin"
 
 
 @asynccontextmanager

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from shardcast.protocol.digest import digest_of
-from tests.contract.made import RUN, SHARD, make_head, make_version, noise
-from tests.contract.relays import process, wait_ready
+from tests.contract.made import SHARD, make_head, make_version, noise
+from tests.contract.relays import path_of, process, wait_ready
 from tests.contract.scripted import Pause, ScriptedParent
 from tests.contract.wire_client import PATIENCE_S, Wire, http
 
@@ -23,10 +23,6 @@ import os, resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 os.execv(sys.argv[1], sys.argv[1:])
 """
-
-
-def path_of(digest: str) -> str:
-    return f"/v1/{RUN}/blobs/{digest}.bin"
 
 
 async def test_killed_in_the_middle_of_a_fill_it_serves_nothing_partial(tmp_path: Path) -> None:

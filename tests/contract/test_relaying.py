@@ -17,19 +17,20 @@ from shardcast.errors import UsageError
 from shardcast.protocol.digest import digest_of
 from shardcast.store.store import Store
 from tests.contract.made import RUN, SHARD, MadeVersion, make_head, make_version, noise, publish
-from tests.contract.relays import QUICK, config, limits, running, wait_head, wait_ready
+from tests.contract.relays import (
+    QUICK,
+    config,
+    limits,
+    path_of,
+    running,
+    status_of,
+    wait_head,
+    wait_ready,
+)
 from tests.contract.scripted import Pause, ScriptedParent
 from tests.contract.wire_client import Wire, eventually, http
 
 VERSION = make_version(1)
-
-
-def path_of(digest: str) -> str:
-    return f"/v1/{RUN}/blobs/{digest}.bin"
-
-
-async def status_of(url: str) -> Any:
-    return json.loads((await http(url, "/v1/status")).body)
 
 
 async def fetch_all(url: str, version: MadeVersion) -> None:

@@ -20,7 +20,7 @@ import pytest
 from relay.config import RelayConfig
 from shardcast.protocol.digest import digest_of
 from tests.contract.made import RUN, SHARD, MadeVersion, make_version, noise, publish
-from tests.contract.relays import config, limits, running, wait_head
+from tests.contract.relays import config, limits, running, status_of, wait_head
 from tests.contract.wire_client import PATIENCE_S, Answer, Wire, eventually, http
 
 ATTACKER, HEALTHY = "127.0.0.66", "127.0.0.77"
@@ -64,11 +64,6 @@ async def everything(url: str, source: str) -> None:
 async def metric(url: str, name: str) -> float:
     text = (await http(url, "/metrics")).body.decode()
     return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
-
-
-async def status_of(url: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((await http(url, "/v1/status")).body)
-    return found
 
 
 # --- too slow -----------------------------------------------------------------------------------

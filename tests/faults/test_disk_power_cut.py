@@ -12,7 +12,7 @@ from shardcast.store.journal import MAGIC
 from shardcast.verify import verify_directory
 from shardcast.worker import EventKind
 from tests.contract.made import RUN, SHARD, make_head, make_version, noise, publish
-from tests.contract.relays import config, running, wait_head, wait_ready
+from tests.contract.relays import config, path_of, running, wait_head, wait_ready
 from tests.contract.scripted import ScriptedParent
 from tests.contract.wire_client import eventually, http
 from tests.fakes import FakeRun, RunServer
@@ -22,10 +22,6 @@ from tests.faults.world import Log, worker
 
 FILES = {"big": noise(4 * SHARD, 1), "small": noise(1000, 2), "empty": b""}
 VERSION = make_version(1, FILES)
-
-
-def path_of(digest: str) -> str:
-    return f"/v1/{RUN}/blobs/{digest}.bin"
 
 
 def _empty(path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from relay.config import Prefetch
 from tests.contract.made import RUN, SHARD, MadeVersion, make_head, make_version, noise
-from tests.contract.relays import config, limits, running, wait_ready
+from tests.contract.relays import config, limits, metric, path_of, running, wait_ready
 from tests.contract.scripted import ScriptedParent
 from tests.contract.wire_client import Wire, eventually, http
 from tests.faults.machine import fill_up, read_only, small_tmpfs
@@ -25,20 +25,9 @@ def version(number: int, *, run: str = RUN, size: int = SIZE) -> MadeVersion:
     return make_version(number, {"a": noise(size, number + 100 * (run != RUN))}, run=run)
 
 
-def path_of(digest: str, run: str = RUN) -> str:
-    return f"/v1/{run}/blobs/{digest}.bin"
-
-
 def on_disk(store: Path, run: str = RUN) -> list[int]:
     directory = store / run / "versions"
     return sorted(int(p.name) for p in directory.iterdir()) if directory.is_dir() else []
-
-
-async def metric(url: str, name: str) -> float:
-    text = (await http(url, "/metrics")).body.decode()
-    found = re.search(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
-    assert found is not None, name
-    return float(found[1])
 
 
 async def problem(url: str) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 from shardcast.cli.serving import serve_out
 from tests.contract.made import RUN, SHARD, make_head, make_version, noise, publish
-from tests.contract.relays import config, running, wait_ready
+from tests.contract.relays import config, metric, path_of, running, wait_ready
 from tests.contract.scripted import ScriptedParent
 from tests.contract.wire_client import eventually, http
 from tests.fakes import FakeRun, RunServer
@@ -19,17 +19,6 @@ from tests.faults.world import worker
 FILES = {"big": noise(4 * SHARD, 1), "small": noise(1000, 2)}
 VERSION = make_version(1, FILES, deltas=[noise(50_000, 5)])
 FAST = 1 << 30
-
-
-def path_of(digest: str) -> str:
-    return f"/v1/{RUN}/blobs/{digest}.bin"
-
-
-async def metric(url: str, name: str) -> float:
-    text = (await http(url, "/metrics")).body.decode()
-    found = re.search(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
-    assert found is not None, name
-    return float(found[1])
 
 
 @pytest.mark.fault(5)

@@ -16,7 +16,7 @@ import pytest
 from relay.handover import DOOR_NAME, _short_path
 from shardcast.protocol.digest import digest_of
 from tests.contract.made import RUN, SHARD, make_head, make_version, noise
-from tests.contract.relays import wait_ready
+from tests.contract.relays import path_of, wait_ready
 from tests.contract.scripted import Pause, ScriptedParent
 from tests.contract.wire_client import PATIENCE_S, Wire, eventually, http
 from tests.faults.processes import Line, gone, line, options, sequence_of
@@ -25,10 +25,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.fault(21)]
 
 BIG = make_version(1, {"model": noise(8 * SHARD + 7)})
 HEAD = f"/v1/{RUN}/head"
-
-
-def path_of(digest: str) -> str:
-    return f"/v1/{RUN}/blobs/{digest}.bin"
 
 
 @asynccontextmanager

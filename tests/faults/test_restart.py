@@ -22,7 +22,7 @@ from shardcast.protocol.digest import digest_of
 from shardcast.store.stored import Durability
 from shardcast.worker import Worker
 from tests.contract.made import RUN, SHARD, MadeVersion, make_head, make_version, noise, signer
-from tests.contract.relays import wait_head, wait_ready
+from tests.contract.relays import path_of, wait_head, wait_ready
 from tests.contract.scripted import Pause, ScriptedParent
 from tests.contract.wire_client import PATIENCE_S, Wire, eventually, http
 from tests.faults.processes import (
@@ -46,10 +46,6 @@ sys.argv[0] = "shardcast"
 from shardcast.__main__ import main
 main()
 """
-
-
-def path_of(digest: str) -> str:
-    return f"/v1/{RUN}/blobs/{digest}.bin"
 
 
 def paths_of(version: MadeVersion) -> Iterator[tuple[str, str]]:

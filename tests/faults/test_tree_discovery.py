@@ -13,10 +13,10 @@ from relay import origin as origin_feed
 from relay.following import MAX_STRANGE_RUNS, ParentFeed
 from relay.runs import RelayRun
 from tests.contract.made import RUN, SHARD, make_head, make_version, noise, publish
-from tests.contract.relays import QUICK, config, running, wait_head, wait_ready
+from tests.contract.relays import QUICK, config, running, status_of, wait_head, wait_ready
 from tests.contract.scripted import ScriptedParent
 from tests.contract.wire_client import Wire, eventually, http
-from tests.faults.trees import Node, has_all, status_of, tree
+from tests.faults.trees import Node, has_all, tree
 
 VERSION = make_version(1)
 

@@ -11,10 +11,10 @@ import pytest
 from relay.config import Prefetch
 from shardcast.protocol.head import OpenRef
 from tests.contract.made import RUN, SHARD, make_head, make_version, noise
-from tests.contract.relays import config, limits, running, wait_head, wait_ready
+from tests.contract.relays import config, limits, path_of, running, status_of, wait_head, wait_ready
 from tests.contract.scripted import Pause, ScriptedParent, refuses
 from tests.contract.wire_client import Wire, eventually, http
-from tests.faults.trees import count_of, get, has_all, path_of, status_of, statuses
+from tests.faults.trees import count_of, get, has_all, statuses
 
 VERSION = make_version(1, {"model": noise(12 * SHARD)})
 BLOB = VERSION.shards[0]

@@ -14,21 +14,10 @@ import pytest
 from relay.config import Prefetch
 from shardcast.demo.processes import free_ports
 from tests.contract.made import SHARD, make_head, make_version, noise
-from tests.contract.relays import wait_head, wait_ready
+from tests.contract.relays import path_of, status_of, wait_head, wait_ready
 from tests.contract.scripted import Pause, ScriptedParent
 from tests.contract.wire_client import eventually, http
-from tests.faults.trees import (
-    Node,
-    count_of,
-    depth_of,
-    get,
-    has_all,
-    path_of,
-    pulled,
-    status_of,
-    statuses,
-    tree,
-)
+from tests.faults.trees import Node, count_of, depth_of, get, has_all, pulled, statuses, tree
 
 pytestmark = pytest.mark.fault(17)
 

@@ -23,19 +23,11 @@ from tests.contract.made import (
     noise,
     publish,
 )
-from tests.contract.relays import QUICK, config, process, running, wait_head, wait_ready
+from tests.contract.relays import QUICK, config, process, running, status_of, wait_head, wait_ready
 from tests.contract.scripted import Ask, Pause, ScriptedParent, start_of
 from tests.contract.wire_client import PATIENCE_S, eventually
 from tests.faults.machine import Networks, stopped
-from tests.faults.trees import (
-    count_of,
-    depth_of,
-    get,
-    has_all,
-    pulled,
-    status_of,
-    statuses,
-)
+from tests.faults.trees import count_of, depth_of, get, has_all, pulled, statuses
 
 VERSIONS = [make_version(n, {"model": noise(24 * SHARD, n)}) for n in (1, 2, 3)]
 FIRST, SECOND, THIRD = VERSIONS

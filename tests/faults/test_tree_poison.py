@@ -15,10 +15,10 @@ from relay.config import Prefetch
 from relay.siblings import owner_of
 from shardcast.protocol.limits import HELD_BACK_BYTES
 from tests.contract.made import RUN, SHARD, MadeVersion, make_head, make_version, noise
-from tests.contract.relays import QUICK, config, running, wait_head, wait_ready
+from tests.contract.relays import QUICK, config, path_of, running, status_of, wait_head, wait_ready
 from tests.contract.scripted import Pause, ScriptedParent, etag
 from tests.contract.wire_client import Wire, eventually, http
-from tests.faults.trees import Node, count_of, get, has_all, path_of, pulled, status_of, tree
+from tests.faults.trees import Node, count_of, get, has_all, pulled, tree
 
 pytestmark = pytest.mark.fault(18)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -19,22 +18,12 @@ from shardcast.protocol.digest import digest_of
 from shardcast.store.stored import Durability
 from shardcast.worker import Worker
 from tests.contract.made import RUN, MadeVersion, signer
-from tests.contract.relays import config, running
+from tests.contract.relays import config, path_of, running
 from tests.contract.wire_client import Answer, http
 from tests.faults.world import PATIENT
 
 DEADLINE_S = 25.0
 """Less than the patience of a worker that waits for the first byte (30 s)."""
-
-
-def path_of(digest: str, run: str = RUN) -> str:
-    """The path of a blob."""
-    return f"/v1/{run}/blobs/{digest}.bin"
-
-
-async def status_of(url: str) -> Any:
-    """What a relay says of itself."""
-    return json.loads((await http(url, "/v1/status")).body)
 
 
 async def depth_of(url: str) -> int:
