@@ -8,8 +8,11 @@ from typing import Final
 
 from shardcast.errors import (
     BusyError,
+    MalformedError,
     NotFoundError,
+    StateError,
     UnknownKeyError,
+    about,
 )
 from shardcast.protocol import succession, trust
 from shardcast.protocol.envelope import Signer, encode_key, key_id, seal
@@ -44,7 +47,8 @@ def last_head(run: RunStore, signers: Sequence[Signer], now_ms: int) -> Head | N
 
     Raises:
         UnknownKeyError: If the run belongs to another key.
-        MalformedError, TrustError: If the stored head is not what was accepted last.
+        StateError: If the stored head is damaged; says how to go on.
+        TrustError: If the stored head is not what was accepted last.
     """
     state = run.read_trust()
     data = run.read_head()
@@ -52,7 +56,16 @@ def last_head(run: RunStore, signers: Sequence[Signer], now_ms: int) -> Head | N
         return None
     if state is None:  # killed between the first head and its trust
         state = trust.fresh(run.run, [signer.public_key for signer in signers])
-    accepted = trust.accept(state, data, now_ms)
+    place = str(run.root / "head.json")
+    try:
+        with about(place):
+            accepted = trust.accept(state, data, now_ms)
+    except MalformedError as error:
+        raise StateError(
+            f"the stored head is damaged ({error.message}); put back what any relay serves as "
+            f"/v1/{run.run}/head, or remove the file to begin a new list of versions",
+            source=place,
+        ) from error
     require_owner(accepted.state, signers, source=str(run.root))
     return accepted.head
 

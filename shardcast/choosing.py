@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Final
 
 from shardcast.errors import (
+    MalformedError,
     NetworkError,
     NotFoundError,
     SourceStatusError,
@@ -24,6 +25,9 @@ _UNKNOWN_RUN_S: Final = 3.0
 """A relay that was just started learns its runs within this; then 404 everywhere is an answer."""
 _UNREACHABLE_S: Final = 15.0
 """A relay that is restarted listens again within this; then nobody is there."""
+
+_NO_HEAD: Final = (NetworkError, MalformedError)
+"""What may be gone in a moment: a source that failed, or a page that somebody sent in its place."""
 
 
 @asynccontextmanager
@@ -71,7 +75,7 @@ async def first_head(
         else:
             if now >= began + _patience(session, needed=needed):
                 verdict = keeper.verdict()
-                if needed or not isinstance(verdict, (NetworkError, NotFoundError)):
+                if needed or not isinstance(verdict, (*_NO_HEAD, NotFoundError)):
                     raise verdict
                 return None
             left = 0.25
@@ -85,7 +89,7 @@ def _patience(session: WorkerSession, *, needed: bool) -> float:
     """Return how long to wait for a first head, by what the sources said so far."""
     errors = session.keeper.errors
     if set(session.sources.urls) <= set(errors):
-        if not any(isinstance(error, NetworkError) for error in errors.values()):
+        if not any(isinstance(error, _NO_HEAD) for error in errors.values()):
             return 0.0  # every source gave a head, and none is acceptable
         if all(isinstance(e, SourceStatusError) and e.status == 404 for e in errors.values()):
             return min(_UNKNOWN_RUN_S, session.options.config.give_up_after_s)

@@ -6,6 +6,8 @@ exceptions are translated into these where they can occur; nothing else leaks.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import ClassVar
 
 
@@ -31,6 +33,19 @@ class ShardcastError(Exception):
         if self.source and self.source not in self.message:
             return f"{self.message} ({self.source})"
         return self.message
+
+
+@contextlib.contextmanager
+def about(source: str) -> Iterator[None]:
+    """Let whatever error ends the block say where its bytes came from, unless it does already.
+
+    For the pure code of ``shardcast.protocol``, which knows bytes and no places.
+    """
+    try:
+        yield
+    except ShardcastError as error:
+        error.source = error.source or source
+        raise
 
 
 # --- the person at the keyboard -------------------------------------------------------------

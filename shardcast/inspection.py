@@ -10,7 +10,7 @@ from http import HTTPStatus
 
 from shardcast.cancel import Cancel
 from shardcast.config import NetConfig
-from shardcast.errors import NotFoundError, ShardcastError, SourceStatusError
+from shardcast.errors import NotFoundError, ShardcastError, SourceStatusError, about
 from shardcast.fetch import BlobSource, MemorySink, Transfer
 from shardcast.protocol import trust
 from shardcast.protocol.envelope import Envelope, open_unverified
@@ -79,9 +79,10 @@ def inspect_run(
     answer = asyncio.run(_head(url, run, net))
     pinned = frozenset(keys)
     state = trust.begin(run, pinned=pinned, first_use=not pinned)
-    accepted = trust.accept(state, answer.envelope, now_ms)
-    envelope, payload = open_unverified(answer.envelope)
-    head = decode_head(payload)
+    with about(url):
+        accepted = trust.accept(state, answer.envelope, now_ms)
+        envelope, payload = open_unverified(answer.envelope)
+        head = decode_head(payload)
     source = BlobSource(url, net)
     try:
         versions = tuple(_version(source, run, ref) for ref in head.versions)

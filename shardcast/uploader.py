@@ -15,7 +15,13 @@ from typing import Final
 import msgspec
 
 from shardcast.announcing import issue_for, publishing, require_owner
-from shardcast.errors import IntegrityError, MalformedError, ModifiedError, NotFoundError
+from shardcast.errors import (
+    IntegrityError,
+    MalformedError,
+    ModifiedError,
+    NotFoundError,
+    about,
+)
 from shardcast.hashing import ShardJob, hash_shards
 from shardcast.origin_client import Body, OriginClient
 from shardcast.protocol import succession, trust
@@ -125,7 +131,8 @@ def _remote_head(
         return None, None
     keys = [signer.public_key for signer in signers]
     state = memory.read_trust() or trust.fresh(memory.run, keys)
-    accepted = trust.accept(state, envelope, now_ms)
+    with about(client.url):
+        accepted = trust.accept(state, envelope, now_ms)
     require_owner(accepted.state, signers, source=client.url)
     memory.write_trust(accepted.state)
     return envelope, accepted.head

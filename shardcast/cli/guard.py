@@ -24,7 +24,7 @@ HINTS: Final = {
     "modified": "publish a copy that nobody writes to, or wait until it is written",
     "network": "is it running and reachable from here? `shardcast status URL` tells",
     "disk_full": "free some space, choose another directory, or keep fewer versions (--keep)",
-    "state": "move the damaged directory away and start with an empty one",
+    "state": "do what the message says, or begin in an empty directory",
 }
 """What to do next, by the error's code."""
 

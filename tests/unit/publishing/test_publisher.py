@@ -19,6 +19,7 @@ from shardcast.errors import (
     DiskFullError,
     ModifiedError,
     NotFoundError,
+    StateError,
     UnknownKeyError,
     UsageError,
     WithdrawnError,
@@ -471,3 +472,24 @@ def test_no_durability_still_commits(
     options = PublishOptions(source=checkpoint, durability=Durability.NONE)
     publish_directory(options, run, [signer], clock)
     assert run.committed() == [1]
+
+
+def test_a_damaged_stored_head_is_named_with_the_way_on(
+    checkpoint: Path, run: RunStore, signer: Signer, clock: Clock
+) -> None:
+    publish_directory(PublishOptions(source=checkpoint), run, [signer], clock)
+    path = run.root / "head.json"
+    good = path.read_bytes()
+    path.write_bytes(bytes(len(good)))  # as a power cut leaves it
+    for _ in range(2):
+        with pytest.raises(StateError, match=r"/v1/.*/head, or remove the file") as caught:
+            publish_directory(PublishOptions(source=checkpoint), run, [signer], clock)
+        assert caught.value.source == str(path)
+    path.write_bytes(good)  # from a relay
+    assert (
+        publish_directory(PublishOptions(source=checkpoint), run, [signer], clock).ref.version == 2
+    )
+    path.unlink()
+    assert (
+        publish_directory(PublishOptions(source=checkpoint), run, [signer], clock).ref.version == 3
+    )
