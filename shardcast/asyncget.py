@@ -7,6 +7,7 @@ because ``import aiohttp`` costs a pull a tenth of a second of CPU: as much as m
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import ssl
 import time
 from collections.abc import Iterator, Mapping
@@ -125,7 +126,7 @@ class HttpSession:
                     endpoint.port,
                     ssl=tls,
                     limit=_PIECE,
-                    happy_eyeballs_delay=_HAPPY_EYEBALLS_S,
+                    happy_eyeballs_delay=None if _is_address(endpoint.host) else _HAPPY_EYEBALLS_S,
                 )
         except TimeoutError as error:
             raise StallError(f"no connection in {self._config.connect_timeout_s:g} s") from error
@@ -248,6 +249,18 @@ def _is_hex(text: bytes) -> bool:
 def _bound(size: int, limit: int, path: str) -> None:
     if size > limit:
         raise LimitError(f"{path} is over its limit of {limit} bytes")
+
+
+def _is_address(host: str) -> bool:
+    """Say whether a host is an address: then there is nothing to race.
+
+    And a race that is cancelled leaves its winner's socket to the garbage collector (Python 3.11).
+    """
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 @contextmanager
