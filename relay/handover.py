@@ -172,7 +172,7 @@ async def find_predecessor(store: Path) -> Predecessor | None:
             return None
         pid = _credentials(sock)[0]
         _send(sock, encode("take_over", pid=os.getpid()))
-        data, sockets = await _take_sockets(sock)
+        data, sockets = await _take_sockets(sock, pid)
         try:
             offer = decode(data, "offer")
         except BaseException:
@@ -200,7 +200,7 @@ async def _knock(sock: socket.socket, path: Path) -> bool:
     return True
 
 
-async def _take_sockets(sock: socket.socket) -> tuple[bytes, list[socket.socket]]:
+async def _take_sockets(sock: socket.socket, pid: int) -> tuple[bytes, list[socket.socket]]:
     loop = asyncio.get_running_loop()
     readable = asyncio.Event()
     loop.add_reader(sock, readable.set)
@@ -209,7 +209,10 @@ async def _take_sockets(sock: socket.socket) -> tuple[bytes, list[socket.socket]
             await readable.wait()
         data, numbers, _flags, _address = socket.recv_fds(sock, _PACKET_BYTES, _MOST_SOCKETS)
     except TimeoutError:
-        raise BrokenError(f"the running relay did not answer for {ANSWER_S:g} s") from None
+        raise BrokenError(
+            f"the running relay, process {pid}, did not answer for {ANSWER_S:g} s: "
+            "it is stopped or stuck, so continue it or end it"
+        ) from None
     except OSError as error:
         raise BrokenError(f"the running relay does not answer: {error}") from error
     finally:

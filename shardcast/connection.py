@@ -254,7 +254,8 @@ class Connection:
         try:
             yield
         except TimeoutError as error:
-            raise StallError(f"nothing came while {doing}") from error
+            patience = self._sock.gettimeout() or 0.0
+            raise StallError(f"nothing came for {patience:.3g} s while {doing}") from error
         except (ConnectionResetError, BrokenPipeError) as error:
             kind = ClosedEarlyError if unanswered else NetworkError
             raise kind(f"connection was reset while {doing}") from error

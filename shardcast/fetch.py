@@ -261,7 +261,6 @@ class BlobSource:
     ) -> float:
         """Read ``left`` bytes; return the seconds that hashing and writing took."""
         config, url, clock = self._config, self.url, time.monotonic
-        total = left
         waited = sunk = 0.0
         window = 0
         data = first[:left]
@@ -279,7 +278,7 @@ class BlobSource:
             waited += clock() - then
             if not data:
                 raise NetworkError(
-                    f"closed the connection after {total - left} of {total} bytes "
+                    f"closed the connection after {transfer.offset} of {transfer.total} bytes "
                     f"of blob {transfer.digest}"
                 )
             if waited >= config.rate_window_s:

@@ -107,6 +107,7 @@ class _LineMeter:
         self._members = members
         self._said = clock()
         self._recent: list[tuple[float, int]] = []
+        self._moved = self._said, 0
         self._lock = threading.Lock()
 
     def update(self, done: int, total: int | None = None) -> None:
@@ -116,6 +117,9 @@ class _LineMeter:
             now = self._clock()
             if not self._recent:
                 self._recent.append((self._said, done))
+                self._moved = self._said, done
+            if done != self._moved[1]:
+                self._moved = now, done
             if now - self._said < self._every_s:
                 return
             self._said = now
@@ -123,6 +127,7 @@ class _LineMeter:
             while len(self._recent) > 2 and now - self._recent[1][0] >= RATE_OVER_S:
                 del self._recent[0]
             began, first = self._recent[0]
+            still = now - self._moved[0]
         seconds, moved = now - began, done - first
         if self._out.json:
             self._out.event(
@@ -134,14 +139,14 @@ class _LineMeter:
                 bytes_per_s=round(moved / seconds) if seconds > 0 else None,
             )
             return
-        self._out.notice(self._line(done, moved, seconds))
+        self._out.notice(self._line(done, moved, seconds, still))
 
-    def _line(self, done: int, moved: int, seconds: float) -> str:
+    def _line(self, done: int, moved: int, seconds: float, still: float) -> str:
         text = f"{self._label}: {size(done)}"
         if self._total:
             text += f" of {size(self._total)} ({100 * done / self._total:.0f} %)"
         stands = not moved and len(self._recent) > 2
-        text += f", nothing for {duration(seconds)}" if stands else f", {rate(moved, seconds)}"
+        text += f", nothing for {duration(still)}" if stands else f", {rate(moved, seconds)}"
         if self._total and moved > 0:
             left = (self._total - done) * seconds / moved
             text += f", {duration(max(left, 0.0))} left"

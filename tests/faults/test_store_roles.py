@@ -1,9 +1,12 @@
 """One store, two roles: a relay below parents never takes an origin's store for its own."""
 
+import os
+import socket
 from pathlib import Path
 
 import pytest
 
+from relay import handover
 from relay.keeping import OriginMark
 from shardcast.errors import BusyError
 from tests.contract.made import RUN, SHARD, noise, publish
@@ -53,3 +56,15 @@ def test_a_store_that_is_not_there_needs_no_mark(tmp_path: Path) -> None:
     mark.require_absent()
     mark.hide()
     assert not mark.held
+
+
+async def test_a_relay_that_is_stopped_is_named_to_whoever_would_take_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handover, "ANSWER_S", 0.1)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
+        with handover._short_path(tmp_path / handover.DOOR_NAME) as name:
+            door.bind(name)
+        door.listen()  # and nobody accepts
+        with pytest.raises(BusyError, match=rf"process {os.getpid()}, did not answer .* continue"):
+            await handover.find_predecessor(tmp_path)

@@ -54,13 +54,14 @@ def test_with_json_progress_is_an_event(capsys: pytest.CaptureFixture[str]) -> N
 def test_what_stands_still_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock(100.0)
     meter = progress.LineMeters(Output(), 5.0, clock).start("pull", 1_000_000)
-    for done in (0, 500_000, 500_000, 500_000, 500_000, 600_000):
+    for done in (0, 500_000, 500_000, 500_000, 500_000, 600_000, *[600_000] * 9):
         meter.update(done)
         clock.now += 5
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "pull: 500 kB of 1.00 MB (50 %), 100 kB/s, 5.0 s left"
-    assert lines[3] == "pull: 500 kB of 1.00 MB (50 %), nothing for 10.0 s"
+    assert lines[3] == "pull: 500 kB of 1.00 MB (50 %), nothing for 15.0 s"
     assert lines[4] == "pull: 600 kB of 1.00 MB (60 %), 10.0 kB/s, 40.0 s left"
+    assert lines[-1] == "pull: 600 kB of 1.00 MB (60 %), nothing for 45.0 s"
 
 
 def test_no_total_no_percentage(capsys: pytest.CaptureFixture[str]) -> None:
