@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from relay.threads import in_thread
-from shardcast.errors import BusyError, DiskError
+from shardcast.errors import BusyError, DiskError, UsageError
 from shardcast.store.files import disk_errors
 from shardcast.store.locks import FileLock, try_lock
 from shardcast.store.store import Store
@@ -173,7 +173,7 @@ class OriginMark:
         """Check that no origin serves the store.
 
         Raises:
-            BusyError: If one does; names its process.
+            UsageError: If one does; names its process. Waiting for its end would not help.
             DiskError: If that cannot be found out.
         """
         with disk_errors(self._path, "opening"):
@@ -186,7 +186,7 @@ class OriginMark:
                 holder = "another process"
                 with contextlib.suppress(OSError, ValueError):
                     holder = f"process {int(os.pread(fd, 32, 0))}"
-                raise BusyError(
+                raise UsageError(
                     f"store {self._path.parent} is an origin's, served by {holder}: a relay "
                     "below parents would remove versions there that nobody else has; give it a "
                     "--store of its own",
