@@ -1,0 +1,1311 @@
+/* The codec's inner loops: what changed between two arrays of numbers, coded in few bits.
+ *
+ * A change is coded by its place and its difference. Its place is a gap counted among the elements
+ * of the same exponent class of the *base*, which both sides know: an optimiser moves every weight by
+ * about the same amount, so small weights, whose neighbours are close, change far more often. Its
+ * difference is taken in the order of the values, given the exponent and the sign of the difference
+ * before. Both go through an adaptive range-free entropy coder (rANS, Duda 2013).
+ *
+ * Nothing here trusts its input: every read and write is bounded by the buffers that were given, every
+ * loop by the number of elements or of coded words. Integers only, so that every machine gives the same bytes.
+ * The AVX2 path is chosen at run time and gives what the portable one gives.
+ */
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030b0000
+#include <Python.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
+#define HAVE_AVX2_PATH 1
+#include <immintrin.h>
+#else
+#define HAVE_AVX2_PATH 0
+#endif
+
+/* --- elements ---------------------------------------------------------------------------------- */
+
+typedef struct {
+    int width;       /* bytes */
+    int shift;       /* of the exponent */
+    uint64_t mask;   /* of the exponent after the shift; 0: none, all elements are one class */
+    int is_float;    /* sign and magnitude; else two's complement */
+} Type;
+
+enum { TYPES = 10 };
+static const Type TYPE[TYPES] = {
+    {1, 0, 0, 0},      /* bytes, int8, bool, packed fours */
+    {2, 7, 0xff, 1},   /* bfloat16 */
+    {2, 10, 0x1f, 1},  /* float16 */
+    {4, 23, 0xff, 1},  /* float32 */
+    {8, 52, 0x7ff, 1}, /* float64 */
+    {1, 3, 0xf, 1},    /* float8 e4m3 */
+    {1, 2, 0x1f, 1},   /* float8 e5m2 */
+    {2, 0, 0, 0},      /* int16 */
+    {4, 0, 0, 0},      /* int32 */
+    {8, 0, 0, 0},      /* int64 */
+};
+
+enum { CLASSES = 12, LANES = 16, VALUE_EXPONENTS = 32, VALUE_BELOW = 8 };
+
+typedef struct {
+    const uint8_t *base;
+    uint8_t *out;        /* written by decode */
+    const uint8_t *next; /* read by encode */
+    size_t count;        /* elements */
+} Segment;
+
+static inline uint64_t load(const uint8_t *at, int width)
+{
+    switch (width) {
+    case 1: return *at;
+    case 2: { uint16_t v; memcpy(&v, at, 2); return v; }
+    case 4: { uint32_t v; memcpy(&v, at, 4); return v; }
+    default: { uint64_t v; memcpy(&v, at, 8); return v; }
+    }
+}
+
+static inline void store(uint8_t *at, int width, uint64_t value)
+{
+    switch (width) {
+    case 1: *at = (uint8_t)value; break;
+    case 2: { uint16_t v = (uint16_t)value; memcpy(at, &v, 2); break; }
+    case 4: { uint32_t v = (uint32_t)value; memcpy(at, &v, 4); break; }
+    default: memcpy(at, &value, 8);
+    }
+}
+
+/* Bits as unsigned integers in the order of the values: a bijection of 0 .. 2^(8 width) - 1. */
+static inline uint64_t to_order(uint64_t bits, Type type)
+{
+    uint64_t sign = (uint64_t)1 << (8 * type.width - 1);
+    uint64_t all = sign | (sign - 1);
+    if (!type.is_float)
+        return (bits ^ sign) & all;
+    return bits & sign ? ~bits & all : bits | sign;
+}
+
+static inline uint64_t from_order(uint64_t order, Type type)
+{
+    uint64_t sign = (uint64_t)1 << (8 * type.width - 1);
+    uint64_t all = sign | (sign - 1);
+    order &= all;
+    if (!type.is_float)
+        return order ^ sign;
+    return order & sign ? order & ~sign : ~order & all;
+}
+
+static inline int exponent_of(uint64_t bits, Type type)
+{
+    return (int)((bits >> type.shift) & type.mask);
+}
+
+static inline int class_of(int exponent, int lowest)
+{
+    int k = exponent - lowest;
+    return k < 0 ? 0 : k >= CLASSES ? CLASSES - 1 : k;
+}
+
+static inline int value_exponent(int exponent, int lowest)
+{
+    int k = exponent - lowest + VALUE_BELOW;
+    return k < 0 ? 0 : k >= VALUE_EXPONENTS ? VALUE_EXPONENTS - 1 : k;
+}
+
+/* --- adaptive tables --------------------------------------------------------------------------- */
+
+enum {
+    SCALE_BITS = 14,
+    SCALE = 1 << SCALE_BITS,
+    MOST_SYMBOLS = 128,
+    LOOKUP_BITS = 7,
+    COUNT_STEP = 32,
+    FIRST_REBUILD = 16,
+    LAST_REBUILD = 512,
+    COUNT_LIMIT = 1 << 18
+};
+
+typedef struct {
+    uint32_t counts[MOST_SYMBOLS];
+    uint16_t starts[MOST_SYMBOLS + 1];
+    uint8_t lookup[1 << LOOKUP_BITS];
+    uint32_t total;
+    int symbols;
+    int left;  /* until the next rebuild */
+    int pause; /* between rebuilds; doubles */
+} Table;
+
+static void rebuild(Table *t)
+{
+    uint32_t spread = SCALE - (uint32_t)t->symbols, given = 0, most = 0;
+    int largest = 0;
+    uint32_t widths[MOST_SYMBOLS];
+    uint64_t share = ((uint64_t)spread << 32) / t->total;
+    for (int i = 0; i < t->symbols; i++) {
+        widths[i] = 1 + (uint32_t)((t->counts[i] * share) >> 32);
+        given += widths[i];
+        if (t->counts[i] > most) {
+            most = t->counts[i];
+            largest = i;
+        }
+    }
+    widths[largest] += SCALE - given;
+    uint32_t at = 0;
+    int next = 0;
+    for (int i = 0; i < t->symbols; i++) {
+        t->starts[i] = (uint16_t)at;
+        at += widths[i];
+        while (next < 1 << LOOKUP_BITS && ((uint32_t)next << (SCALE_BITS - LOOKUP_BITS)) < at)
+            t->lookup[next++] = (uint8_t)i;
+    }
+    t->starts[t->symbols] = SCALE;
+}
+
+static void begin_table(Table *t, int symbols)
+{
+    t->symbols = symbols;
+    t->total = 0;
+    for (int i = 0; i < symbols; i++)
+        t->total += t->counts[i];
+    t->pause = FIRST_REBUILD;
+    t->left = t->pause;
+    rebuild(t);
+}
+
+static inline void learn(Table *t, int symbol)
+{
+    t->counts[symbol] += COUNT_STEP;
+    t->total += COUNT_STEP;
+    if (--t->left == 0) {
+        if (t->total > COUNT_LIMIT) {
+            t->total = 0;
+            for (int i = 0; i < t->symbols; i++) {
+                t->counts[i] = (t->counts[i] >> 1) | 1;
+                t->total += t->counts[i];
+            }
+        }
+        rebuild(t);
+        if (t->pause < LAST_REBUILD)
+            t->pause *= 2;
+        t->left = t->pause;
+    }
+}
+
+/* --- rANS: words of 16 bits, a state of 32 ------------------------------------------------------ */
+
+#define STATE_LOW ((uint32_t)1 << 16)
+
+typedef struct {
+    uint32_t *ops; /* start | (width - 1) << 16, in the order of decoding */
+    size_t count, room;
+    int failed;
+} Writer;
+
+static void put(Writer *w, uint32_t start, uint32_t width)
+{
+    if (w->count == w->room) {
+        size_t room = w->room ? 2 * w->room : 4096;
+        uint32_t *ops = realloc(w->ops, room * sizeof *ops);
+        if (ops == NULL) {
+            w->failed = 1;
+            w->count = 0;
+            return;
+        }
+        w->ops = ops;
+        w->room = room;
+    }
+    w->ops[w->count++] = start | (width - 1) << 16;
+}
+
+static void put_symbol(Writer *w, Table *t, int symbol)
+{
+    put(w, t->starts[symbol], (uint32_t)t->starts[symbol + 1] - t->starts[symbol]);
+    learn(t, symbol);
+}
+
+static void put_bits(Writer *w, uint64_t value, int bits)
+{
+    while (bits > 0) {
+        int some = bits > 12 ? 12 : bits;
+        uint32_t part = (uint32_t)(value & (((uint64_t)1 << some) - 1));
+        put(w, part << (SCALE_BITS - some), 1u << (SCALE_BITS - some));
+        value >>= some;
+        bits -= some;
+    }
+}
+
+typedef struct {
+    const uint8_t *at, *end;
+    uint32_t state;
+    int over; /* read past the end */
+} Reader;
+
+static inline uint32_t next_word(Reader *r)
+{
+    if (r->end - r->at < 2) {
+        r->over = 1;
+        return 0;
+    }
+    uint32_t word = (uint32_t)r->at[0] | (uint32_t)r->at[1] << 8;
+    r->at += 2;
+    return word;
+}
+
+static inline void advance(Reader *r, uint32_t start, uint32_t width)
+{
+    r->state = width * (r->state >> SCALE_BITS) + (r->state & (SCALE - 1)) - start;
+    if (r->state < STATE_LOW)
+        r->state = r->state << 16 | next_word(r);
+}
+
+static inline int get_symbol(Reader *r, Table *t)
+{
+    uint32_t slot = r->state & (SCALE - 1);
+    int symbol = t->lookup[slot >> (SCALE_BITS - LOOKUP_BITS)];
+    while (t->starts[symbol + 1] <= slot)
+        symbol++;
+    advance(r, t->starts[symbol], (uint32_t)t->starts[symbol + 1] - t->starts[symbol]);
+    learn(t, symbol);
+    return symbol;
+}
+
+static inline uint64_t get_bits(Reader *r, int bits)
+{
+    uint64_t value = 0;
+    int done = 0;
+    while (done < bits) {
+        int some = bits - done > 12 ? 12 : bits - done;
+        uint32_t part = (r->state & (SCALE - 1)) >> (SCALE_BITS - some);
+        advance(r, part << (SCALE_BITS - some), 1u << (SCALE_BITS - some));
+        value |= (uint64_t)part << done;
+        done += some;
+    }
+    return value;
+}
+
+/* --- the model: what both sides know -------------------------------------------------------------- */
+
+enum {
+    SUB_BITS = 2, /* buckets of gaps: four to the octave */
+    CONTEXTS = 48, /* expected gaps: two to the octave */
+    SMALL_VALUES = 8,
+    SIGN_CONTEXTS = 16,
+    LEAN_RATE = 6,
+    VALUE_SYMBOLS = SMALL_VALUES + 65,
+    ONE = 1 << 16,
+    OWN_RATE = ONE / 50,
+    NEAR_RATE = ONE / 20,
+    FAR_RATE = ONE / 512
+};
+
+typedef struct {
+    Table gaps[CONTEXTS];
+    Table values[VALUE_EXPONENTS];
+    Table signs[SIGN_CONTEXTS];
+    uint8_t begun_values[VALUE_EXPONENTS];
+    uint8_t begun_signs[SIGN_CONTEXTS];
+    uint8_t begun_gaps[CONTEXTS];
+    int64_t mean[CLASSES]; /* log2 of the gap, 16 fractional bits */
+    uint32_t seen[CLASSES];
+    int64_t near, far;     /* the same for gaps among all elements, quick and slow */
+    uint64_t last;         /* element after the last change */
+    int64_t lean;          /* of the signs of late: 0 for all up, ONE for all down */
+    int gap_symbols;       /* the last one: no further change */
+} Model;
+
+static const uint32_t LOG2_FRACTION[65] = {
+    0, 1466, 2909, 4331, 5732, 7112, 8473, 9814,
+    11136, 12440, 13727, 14996, 16248, 17484, 18704, 19909,
+    21098, 22272, 23433, 24579, 25711, 26830, 27936, 29029,
+    30109, 31178, 32234, 33279, 34312, 35334, 36346, 37346,
+    38336, 39316, 40286, 41246, 42196, 43137, 44068, 44990,
+    45904, 46809, 47705, 48593, 49472, 50344, 51207, 52063,
+    52911, 53751, 54584, 55410, 56229, 57040, 57845, 58643,
+    59434, 60219, 60997, 61769, 62534, 63294, 64047, 64794,
+    65536,
+};
+
+/* log2(value + 1/2), 16 fractional bits; linear between 64 points to the octave. */
+static inline int64_t log2_half(uint64_t value)
+{
+    uint64_t twice = 2 * value + 1;
+    int top = 63 - __builtin_clzll(twice);
+    uint64_t fraction = top >= 22 ? twice >> (top - 22) : twice << (22 - top);
+    fraction &= (1u << 22) - 1;
+    uint32_t index = (uint32_t)(fraction >> 16), rest = (uint32_t)(fraction & 0xffff);
+    uint32_t low = LOG2_FRACTION[index], high = LOG2_FRACTION[index + 1];
+    return (int64_t)(top - 1) * ONE + low + (((int64_t)(high - low) * rest) >> 16);
+}
+
+static inline int bucket_of(uint64_t gap, int *extra)
+{
+    uint64_t v = gap + (1u << SUB_BITS);
+    int top = 63 - __builtin_clzll(v);
+    *extra = top - SUB_BITS;
+    return (top - SUB_BITS) << SUB_BITS | (int)((v >> *extra) & ((1u << SUB_BITS) - 1));
+}
+
+static inline uint64_t bucket_start(int symbol, int *extra)
+{
+    int top = (symbol >> SUB_BITS) + SUB_BITS;
+    *extra = top - SUB_BITS;
+    uint64_t lead = (1u << SUB_BITS) | (uint64_t)(symbol & ((1 << SUB_BITS) - 1));
+    return (lead << *extra) - (1u << SUB_BITS);
+}
+
+/* base^exponent for a base below one with 32 fractional bits. */
+static uint64_t power(uint64_t base, uint64_t exponent)
+{
+    uint64_t result = (uint64_t)1 << 32;
+    while (exponent) {
+        if (exponent & 1)
+            result = (result * base) >> 32;
+        base = (base * base) >> 32;
+        exponent >>= 1;
+    }
+    return result;
+}
+
+/* Before anything is known: gaps of changes that fall independently, at the rate of the context. */
+static void begin_gaps(Table *t, int context, int symbols)
+{
+    /* E log2(gap) of a geometric gap with mean m is log2(m) - 0.83 */
+    int quarter = 2 * context + 3;
+    static const uint32_t ROOT[4] = {65536, 77936, 92682, 110218}; /* 2^(i/4) */
+    uint64_t mean = ((uint64_t)ROOT[quarter & 3] << (quarter >> 2)) >> 8; /* 8 fractional bits */
+    uint64_t stay = ((uint64_t)1 << 32) - ((uint64_t)1 << 40) / (mean + 256);
+    uint64_t from = (uint64_t)1 << 32;
+    for (int i = 0; i < symbols; i++) {
+        int extra;
+        uint64_t until = 0;
+        if (i + 2 < symbols)
+            until = power(stay, bucket_start(i + 1, &extra));
+        t->counts[i] = i + 1 < symbols ? 1 + (uint32_t)(((from - until) * 400 * COUNT_STEP) >> 32) : 1;
+        from = until;
+    }
+    begin_table(t, symbols);
+}
+
+static Table *gap_table(Model *m, int class)
+{
+    int64_t expected = m->mean[class] - (m->far - m->near) / 2;
+    int64_t context = (expected + ONE / 4) / (ONE / 2);
+    int k = context < 0 ? 0 : context >= CONTEXTS ? CONTEXTS - 1 : (int)context;
+    if (!m->begun_gaps[k]) {
+        begin_gaps(&m->gaps[k], k, m->gap_symbols);
+        m->begun_gaps[k] = 1;
+    }
+    return &m->gaps[k];
+}
+
+static Table *value_table(Model *m, int exponent)
+{
+    Table *t = &m->values[exponent];
+    if (!m->begun_values[exponent]) {
+        for (int i = 0; i < VALUE_SYMBOLS; i++)
+            t->counts[i] = i < 1 ? 4 * COUNT_STEP : i < SMALL_VALUES ? 8 : 1;
+        begin_table(t, VALUE_SYMBOLS);
+        m->begun_values[exponent] = 1;
+    }
+    return t;
+}
+
+static Table *sign_table(Model *m)
+{
+    int k = (int)(m->lean * SIGN_CONTEXTS >> 16);
+    k = k >= SIGN_CONTEXTS ? SIGN_CONTEXTS - 1 : k;
+    Table *t = &m->signs[k];
+    if (!m->begun_signs[k]) {
+        t->counts[0] = t->counts[1] = 8 * COUNT_STEP;
+        begin_table(t, 2);
+        m->begun_signs[k] = 1;
+    }
+    return t;
+}
+
+static void begin_model(Model *m, uint64_t elements, int first)
+{
+    int extra;
+    memset(m, 0, sizeof *m);
+    m->gap_symbols = bucket_of(elements, &extra) + 2;
+    for (int k = 0; k < CLASSES; k++)
+        m->mean[k] = (int64_t)first * (ONE / 4) + (int64_t)k * ONE;
+    m->lean = ONE / 2;
+    m->near = m->far = (int64_t)(first + 24) * (ONE / 4);
+}
+
+/* A change was seen: learn from its gap, before its value and the next gap are coded. */
+static inline void saw(Model *m, int class, uint64_t gap, uint64_t position)
+{
+    int64_t own = log2_half(gap) - m->mean[class];
+    uint32_t n = m->seen[class] < 64 ? ++m->seen[class] : 64;
+    int64_t rate = n < 50 ? ONE / (int64_t)(n + 1) : OWN_RATE;
+    m->mean[class] += own * rate / ONE;
+    int64_t all = log2_half(position - m->last);
+    m->near += (all - m->near) * NEAR_RATE / ONE;
+    m->far += (all - m->far) * FAR_RATE / ONE;
+    m->last = position + 1;
+}
+
+static inline int value_symbol(uint64_t size, int *bits, uint64_t *rest)
+{
+    if (size <= SMALL_VALUES) {
+        *bits = 0;
+        return (int)(size - 1);
+    }
+    int top = 63 - __builtin_clzll(size);
+    *bits = top;
+    *rest = size & (((uint64_t)1 << top) - 1);
+    return SMALL_VALUES + top;
+}
+
+/* --- finding changes -------------------------------------------------------------------------- */
+
+typedef struct {
+    uint64_t position;
+    int64_t difference;
+    uint32_t gap;
+    uint8_t class, exponent;
+} Event;
+
+typedef struct {
+    Event *events;
+    size_t count, room, most;
+    int full; /* more changes than are worth coding this way, or no memory */
+    uint32_t since[LANES]; /* elements of the class after its last change; may wrap below zero */
+} Finder;
+
+static int add_event(Finder *f, Event event)
+{
+    if (f->count >= f->most) {
+        f->full = 1;
+        return 0;
+    }
+    if (f->count == f->room) {
+        size_t room = f->room ? 2 * f->room : 4096;
+        Event *events = realloc(f->events, room * sizeof *events);
+        if (events == NULL) {
+            f->full = 2;
+            return 0;
+        }
+        f->events = events;
+        f->room = room;
+    }
+    f->events[f->count++] = event;
+    return 1;
+}
+
+static int64_t difference_of(uint64_t base, uint64_t next, Type type)
+{
+    uint64_t d = to_order(next, type) - to_order(base, type);
+    uint64_t sign = (uint64_t)1 << (8 * type.width - 1);
+    uint64_t all = sign | (sign - 1);
+    d &= all;
+    return (int64_t)(d & sign ? d | ~all : d);
+}
+
+static int find_one(Finder *f, uint64_t base, uint64_t next, uint64_t position, uint64_t gap,
+                    int class, Type type, int lowest)
+{
+    Event e;
+    e.position = position;
+    e.difference = difference_of(base, next, type);
+    e.gap = (uint32_t)gap;
+    e.class = (uint8_t)class;
+    e.exponent = (uint8_t)value_exponent(exponent_of(base, type), lowest);
+    return add_event(f, e);
+}
+
+static inline void find_portable(Finder *f, const uint8_t *base, const uint8_t *next, size_t count,
+                                 uint64_t position, Type type, int lowest)
+{
+    for (size_t i = 0; i < count; i++) {
+        uint64_t b = load(base + i * type.width, type.width);
+        uint64_t n = load(next + i * type.width, type.width);
+        int class = class_of(exponent_of(b, type), lowest);
+        if (b != n) {
+            if (!find_one(f, b, n, position + i, f->since[class], class, type, lowest))
+                return;
+            f->since[class] = 0;
+        } else
+            f->since[class]++;
+    }
+}
+
+#if HAVE_AVX2_PATH
+#define AVX2 __attribute__((target("avx2,bmi,bmi2,popcnt")))
+
+/* Classes of 32 elements as bytes, in memory order. */
+AVX2 static inline __m256i classes_avx2(const uint8_t *at, Type type, int lowest)
+{
+    const __m256i top = _mm256_set1_epi8(CLASSES - 1);
+    if (type.width == 1) {
+        __m256i v = _mm256_loadu_si256((const __m256i *)at);
+        v = _mm256_srl_epi16(v, _mm_cvtsi32_si128(type.shift));
+        v = _mm256_and_si256(v, _mm256_set1_epi8((char)type.mask));
+        v = _mm256_subs_epu8(v, _mm256_set1_epi8((char)lowest));
+        return _mm256_min_epu8(v, top);
+    }
+    /* width 2 */
+    const __m256i mask = _mm256_set1_epi16((short)type.mask), low = _mm256_set1_epi16((short)lowest);
+    const __m128i shift = _mm_cvtsi32_si128(type.shift);
+    __m256i a = _mm256_loadu_si256((const __m256i *)at);
+    __m256i b = _mm256_loadu_si256((const __m256i *)(at + 32));
+    a = _mm256_subs_epu16(_mm256_and_si256(_mm256_srl_epi16(a, shift), mask), low);
+    b = _mm256_subs_epu16(_mm256_and_si256(_mm256_srl_epi16(b, shift), mask), low);
+    __m256i packed = _mm256_packus_epi16(a, b);
+    packed = _mm256_permute4x64_epi64(packed, 0xd8);
+    return _mm256_min_epu8(packed, top);
+}
+
+AVX2 static inline uint32_t changed_avx2(const uint8_t *base, const uint8_t *next, int width)
+{
+    __m256i a = _mm256_loadu_si256((const __m256i *)base);
+    __m256i x = _mm256_loadu_si256((const __m256i *)next);
+    if (width == 1)
+        return ~(uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(a, x));
+    __m256i b = _mm256_loadu_si256((const __m256i *)(base + 32));
+    __m256i y = _mm256_loadu_si256((const __m256i *)(next + 32));
+    __m256i equal = _mm256_packs_epi16(_mm256_cmpeq_epi16(a, x), _mm256_cmpeq_epi16(b, y));
+    return ~(uint32_t)_mm256_movemask_epi8(_mm256_permute4x64_epi64(equal, 0xd8));
+}
+
+AVX2 static inline __attribute__((always_inline)) void
+find_avx2(Finder *f, const uint8_t *base, const uint8_t *next, size_t count, uint64_t position,
+          Type type, int lowest)
+{
+    size_t i = 0;
+    for (; i + 32 <= count; i += 32) {
+        const uint8_t *b = base + i * type.width, *n = next + i * type.width;
+        uint32_t changed = changed_avx2(b, n, type.width);
+        __m256i classes = classes_avx2(b, type, lowest);
+        uint32_t of[LANES] = {0}, there[LANES] = {0};
+        for (int k = 0; k < CLASSES; k++) {
+            __m256i same = _mm256_cmpeq_epi8(classes, _mm256_set1_epi8((char)k));
+            of[k] = (uint32_t)_mm256_movemask_epi8(same);
+            there[k] = (uint32_t)__builtin_popcount(of[k]);
+        }
+        while (changed) {
+            int bit = __builtin_ctz(changed);
+            changed &= changed - 1;
+            uint64_t old = load(b + bit * type.width, type.width);
+            uint64_t new = load(n + bit * type.width, type.width);
+            int class = class_of(exponent_of(old, type), lowest);
+            uint32_t before = (uint32_t)__builtin_popcount(of[class] & (((uint32_t)1 << bit) - 1));
+            if (!find_one(f, old, new, position + i + bit, f->since[class] + before, class, type,
+                          lowest))
+                return;
+            f->since[class] = 0u - before - 1;
+        }
+        for (int k = 0; k < LANES; k++)
+            f->since[k] += there[k];
+    }
+    if (i < count)
+        find_portable(f, base + i * type.width, next + i * type.width, count - i, position + i, type,
+                      lowest);
+}
+
+AVX2 static void find_bytes_avx2(Finder *f, const Segment *s, uint64_t position, Type type, int lowest)
+{
+    type.width = 1;
+    find_avx2(f, s->base, s->next, s->count, position, type, lowest);
+}
+
+AVX2 static void find_pairs_avx2(Finder *f, const Segment *s, uint64_t position, Type type, int lowest)
+{
+    type.width = 2;
+    find_avx2(f, s->base, s->next, s->count, position, type, lowest);
+}
+#endif
+
+static int use_avx2 = 0;
+
+static void find(Finder *f, const Segment *s, size_t segments, Type type, int lowest)
+{
+    uint64_t position = 0;
+    for (size_t i = 0; i < segments && !f->full; i++) {
+#if HAVE_AVX2_PATH
+        if (use_avx2 && type.width == 1)
+            find_bytes_avx2(f, &s[i], position, type, lowest);
+        else if (use_avx2 && type.width == 2)
+            find_pairs_avx2(f, &s[i], position, type, lowest);
+        else
+#endif
+        switch (type.width) { /* a constant width makes a tight loop */
+        case 1: type.width = 1; find_portable(f, s[i].base, s[i].next, s[i].count, position, type, lowest); break;
+        case 2: type.width = 2; find_portable(f, s[i].base, s[i].next, s[i].count, position, type, lowest); break;
+        case 4: type.width = 4; find_portable(f, s[i].base, s[i].next, s[i].count, position, type, lowest); break;
+        default: type.width = 8; find_portable(f, s[i].base, s[i].next, s[i].count, position, type, lowest);
+        }
+        position += s[i].count;
+    }
+}
+
+/* --- coding changes ----------------------------------------------------------------------------- */
+
+static void put_gap(Writer *w, Model *m, int class, const Event *event)
+{
+    Table *t = gap_table(m, class);
+    if (event == NULL) {
+        put_symbol(w, t, m->gap_symbols - 1);
+        return;
+    }
+    int extra, symbol = bucket_of(event->gap, &extra);
+    put_symbol(w, t, symbol);
+    put_bits(w, (event->gap + (1u << SUB_BITS)) & (((uint64_t)1 << extra) - 1), extra);
+}
+
+static void put_value(Writer *w, Model *m, const Event *event)
+{
+    int bits, negative = event->difference < 0;
+    uint64_t rest, d = (uint64_t)event->difference, size = negative ? (uint64_t)0 - d : d;
+    int symbol = value_symbol(size, &bits, &rest);
+    put_symbol(w, value_table(m, event->exponent), symbol);
+    if (bits)
+        put_bits(w, rest, bits);
+    put_symbol(w, sign_table(m), negative);
+    m->lean += ((negative ? ONE : 0) - m->lean) / LEAN_RATE;
+}
+
+/* Write what decode reads: for each class its first gap, then for each change its value and the next
+ * gap of its class. */
+static int write_events(Writer *w, Model *m, const Finder *f)
+{
+    size_t *following = malloc((f->count + 1) * sizeof *following);
+    size_t first[CLASSES];
+    if (following == NULL)
+        return 0;
+    for (int k = 0; k < CLASSES; k++)
+        first[k] = f->count;
+    for (size_t i = f->count; i-- > 0;) {
+        following[i] = first[f->events[i].class];
+        first[f->events[i].class] = i;
+    }
+    for (int k = 0; k < CLASSES; k++)
+        put_gap(w, m, k, first[k] < f->count ? &f->events[first[k]] : NULL);
+    for (size_t i = 0; i < f->count && !w->failed; i++) {
+        const Event *e = &f->events[i];
+        saw(m, e->class, e->gap, e->position);
+        put_value(w, m, e);
+        put_gap(w, m, e->class, following[i] < f->count ? &f->events[following[i]] : NULL);
+    }
+    free(following);
+    return !w->failed;
+}
+
+/* Code the operations backwards; return the bytes, or NULL. */
+static uint8_t *finish(Writer *w, size_t head, size_t *length)
+{
+    size_t room = head + 4 + 2 * w->count + 2;
+    uint8_t *bytes = malloc(room), *at;
+    if (bytes == NULL)
+        return NULL;
+    at = bytes + room;
+    uint32_t state = STATE_LOW;
+    for (size_t i = w->count; i-- > 0;) {
+        uint32_t start = w->ops[i] & 0xffff, width = (w->ops[i] >> 16) + 1;
+        if (state >= (STATE_LOW >> SCALE_BITS << 16) * width) {
+            *--at = (uint8_t)(state >> 8);
+            *--at = (uint8_t)state;
+            state >>= 16;
+        }
+        state = ((state / width) << SCALE_BITS) + state % width + start;
+    }
+    at -= 4;
+    for (int i = 0; i < 4; i++)
+        at[i] = (uint8_t)(state >> (8 * i));
+    *length = (size_t)(bytes + room - at);
+    memmove(bytes + head, at, *length);
+    *length += head;
+    return bytes;
+}
+
+/* --- applying changes ---------------------------------------------------------------------------- */
+
+#define NEVER ((uint32_t)1 << 30) /* more elements than a frame has */
+
+typedef struct {
+    Reader *reader;
+    Model *model;
+    Type type;
+    int lowest;
+    uint32_t ahead[LANES]; /* elements of the class before its next change */
+    uint32_t gap[LANES];   /* what `ahead` was when it was read */
+    int wrong;
+} Applier;
+
+static uint32_t get_gap(Applier *a, int class)
+{
+    int symbol = get_symbol(a->reader, gap_table(a->model, class));
+    if (symbol == a->model->gap_symbols - 1)
+        return NEVER;
+    int extra;
+    uint64_t gap = bucket_start(symbol, &extra);
+    gap += get_bits(a->reader, extra);
+    return gap < NEVER ? (uint32_t)gap : NEVER;
+}
+
+static int64_t get_value(Applier *a, int exponent)
+{
+    int symbol = get_symbol(a->reader, value_table(a->model, exponent));
+    uint64_t size = (uint64_t)symbol + 1;
+    if (symbol >= SMALL_VALUES) {
+        int top = symbol - SMALL_VALUES;
+        if (top > 63) {
+            a->wrong = 1;
+            top = 63;
+        }
+        size = (uint64_t)1 << top | get_bits(a->reader, top);
+    }
+    int negative = get_symbol(a->reader, sign_table(a->model));
+    a->model->lean += ((negative ? ONE : 0) - a->model->lean) / LEAN_RATE;
+    return (int64_t)(negative ? (uint64_t)0 - size : size);
+}
+
+/* The element at `at`, of `class`, changes. Leaves in `gap` how many elements of the class come before
+ * the next change. */
+static void apply_one(Applier *a, uint8_t *at, uint64_t old, int class, uint64_t position)
+{
+    saw(a->model, class, a->gap[class], position);
+    int64_t d = get_value(a, value_exponent(exponent_of(old, a->type), a->lowest));
+    store(at, a->type.width, from_order(to_order(old, a->type) + (uint64_t)d, a->type));
+    a->gap[class] = get_gap(a, class);
+}
+
+static inline void apply_portable(Applier *a, const uint8_t *base, uint8_t *out, size_t count,
+                                  uint64_t position, Type type)
+{
+    memcpy(out, base, count * (size_t)type.width);
+    for (size_t i = 0; i < count; i++) {
+        uint64_t old = load(base + i * type.width, type.width);
+        int class = class_of(exponent_of(old, type), a->lowest);
+        if (a->ahead[class]-- == 0) {
+            apply_one(a, out + i * type.width, old, class, position + i);
+            a->ahead[class] = a->gap[class];
+        }
+    }
+}
+
+#if HAVE_AVX2_PATH
+AVX2 static inline uint32_t nth_bit(uint32_t bits, uint32_t n)
+{
+    while (n--)
+        bits &= bits - 1;
+    return (uint32_t)__builtin_ctz(bits);
+}
+
+/* A block of 32 elements in which changes are due: of those classes whose next one comes before the
+ * block's end. Leaves `ahead` counted from the block's start. */
+AVX2 static void apply_block_avx2(Applier *a, const uint8_t *b, uint8_t *o, const uint32_t *of,
+                                  const uint32_t *there, uint32_t due, uint64_t position, Type type)
+{
+    while (due) {
+        int class = 0;
+        uint32_t bit = 32;
+        for (uint32_t left = due; left; left &= left - 1) {
+            int k = __builtin_ctz(left);
+            uint32_t at = nth_bit(of[k], a->ahead[k]);
+            if (at < bit) {
+                bit = at;
+                class = k;
+            }
+        }
+        uint64_t old = load(b + bit * type.width, type.width);
+        apply_one(a, o + bit * type.width, old, class, position + bit);
+        a->ahead[class] += 1 + a->gap[class];
+        if (a->ahead[class] >= there[class])
+            due &= ~((uint32_t)1 << class);
+    }
+}
+
+AVX2 static inline __attribute__((always_inline)) void
+apply_avx2(Applier *a, const uint8_t *base, uint8_t *out, size_t count, uint64_t position, Type type)
+{
+    size_t i = 0;
+    __m256i ahead_low = _mm256_loadu_si256((const __m256i *)a->ahead);
+    __m256i ahead_high = _mm256_loadu_si256((const __m256i *)(a->ahead + 8));
+    for (; i + 32 <= count; i += 32) {
+        const uint8_t *b = base + i * type.width;
+        uint8_t *o = out + i * type.width;
+        uint32_t of[LANES], there[LANES];
+        __m256i classes = classes_avx2(b, type, a->lowest);
+        _mm256_storeu_si256((__m256i *)o, _mm256_loadu_si256((const __m256i *)b));
+        if (type.width == 2)
+            _mm256_storeu_si256((__m256i *)(o + 32), _mm256_loadu_si256((const __m256i *)(b + 32)));
+        for (int k = 0; k < CLASSES; k++) {
+            __m256i same = _mm256_cmpeq_epi8(classes, _mm256_set1_epi8((char)k));
+            of[k] = (uint32_t)_mm256_movemask_epi8(same);
+        }
+        __m256i low = _mm256_setr_epi32(__builtin_popcount(of[0]), __builtin_popcount(of[1]), __builtin_popcount(of[2]), __builtin_popcount(of[3]), __builtin_popcount(of[4]), __builtin_popcount(of[5]), __builtin_popcount(of[6]), __builtin_popcount(of[7]));
+        __m256i high = _mm256_setr_epi32(__builtin_popcount(of[8]), __builtin_popcount(of[9]), __builtin_popcount(of[10]), __builtin_popcount(of[11]), 0, 0, 0, 0);
+        uint32_t due = (uint32_t)_mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpgt_epi32(low, ahead_low)));
+        due |= (uint32_t)_mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpgt_epi32(high, ahead_high))) << 8;
+        if (due) {
+            _mm256_storeu_si256((__m256i *)a->ahead, ahead_low);
+            _mm256_storeu_si256((__m256i *)(a->ahead + 8), ahead_high);
+            _mm256_storeu_si256((__m256i *)there, low);
+            _mm256_storeu_si256((__m256i *)(there + 8), high);
+            apply_block_avx2(a, b, o, of, there, due, position + i, type);
+            ahead_low = _mm256_loadu_si256((const __m256i *)a->ahead);
+            ahead_high = _mm256_loadu_si256((const __m256i *)(a->ahead + 8));
+        }
+        ahead_low = _mm256_sub_epi32(ahead_low, low);
+        ahead_high = _mm256_sub_epi32(ahead_high, high);
+    }
+    _mm256_storeu_si256((__m256i *)a->ahead, ahead_low);
+    _mm256_storeu_si256((__m256i *)(a->ahead + 8), ahead_high);
+    if (i < count)
+        apply_portable(a, base + i * type.width, out + i * type.width, count - i, position + i, type);
+}
+
+AVX2 static void apply_bytes_avx2(Applier *a, const Segment *s, uint64_t position, Type type)
+{
+    type.width = 1;
+    apply_avx2(a, s->base, s->out, s->count, position, type);
+}
+
+AVX2 static void apply_pairs_avx2(Applier *a, const Segment *s, uint64_t position, Type type)
+{
+    type.width = 2;
+    apply_avx2(a, s->base, s->out, s->count, position, type);
+}
+#endif
+
+static void apply(Applier *a, const Segment *s, size_t segments)
+{
+    uint64_t position = 0;
+    Type type = a->type;
+    for (size_t i = 0; i < segments; i++) {
+#if HAVE_AVX2_PATH
+        if (use_avx2 && type.width == 1)
+            apply_bytes_avx2(a, &s[i], position, type);
+        else if (use_avx2 && type.width == 2)
+            apply_pairs_avx2(a, &s[i], position, type);
+        else
+#endif
+        switch (type.width) { /* a constant width makes a tight loop */
+        case 1: type.width = 1; apply_portable(a, s[i].base, s[i].out, s[i].count, position, type); break;
+        case 2: type.width = 2; apply_portable(a, s[i].base, s[i].out, s[i].count, position, type); break;
+        case 4: type.width = 4; apply_portable(a, s[i].base, s[i].out, s[i].count, position, type); break;
+        default: type.width = 8; apply_portable(a, s[i].base, s[i].out, s[i].count, position, type);
+        }
+        position += s[i].count;
+    }
+}
+
+/* --- the two directions ---------------------------------------------------------------------------- */
+
+/* Choose the lowest class: the most common exponents get a class each, smaller ones share the lowest. */
+static int choose_lowest(const Segment *s, size_t segments, Type type)
+{
+    uint64_t seen[2048] = {0}, total = 0;
+    if (type.mask == 0)
+        return 0;
+    for (size_t i = 0; i < segments; i++) {
+        size_t stride = 1 + s[i].count / 65536;
+        for (size_t j = 0; j < s[i].count; j += stride) {
+            seen[exponent_of(load(s[i].base + j * type.width, type.width), type)] += stride;
+            total += stride;
+        }
+    }
+    uint64_t above = 0;
+    int highest = (int)type.mask;
+    while (highest > 0 && (above += seen[highest]) < total / 5)
+        highest--;
+    int lowest = highest - (CLASSES - 2);
+    return lowest < 0 ? 0 : lowest > 255 && type.width <= 2 ? 255 : lowest;
+}
+
+enum { HEAD = 3 };
+
+/* Return the coded bytes (malloc), or NULL; `*full` says that there are more changes than `most`. */
+static uint8_t *encode(const Segment *s, size_t segments, Type type, size_t most, size_t *length, int *full)
+{
+    Finder f;
+    Writer w;
+    memset(&f, 0, sizeof f);
+    memset(&w, 0, sizeof w);
+    f.most = most;
+    int lowest = choose_lowest(s, segments, type);
+    uint64_t elements = 0;
+    for (size_t i = 0; i < segments; i++)
+        elements += s[i].count;
+    find(&f, s, segments, type, lowest);
+    uint8_t *bytes = NULL;
+    *full = f.full == 1;
+    if (!f.full) {
+        Model *m = malloc(sizeof *m);
+        /* Where to look for the first changes: the average gap of the lowest class. */
+        int first = 0;
+        if (f.count) {
+            int64_t mean = log2_half(elements / f.count / 32);
+            first = (int)(mean < 0 ? 0 : mean / (ONE / 4));
+        }
+        if (m != NULL) {
+            begin_model(m, elements, first);
+            if (write_events(&w, m, &f))
+                bytes = finish(&w, HEAD, length);
+            free(m);
+        }
+        if (bytes != NULL) {
+            bytes[0] = (uint8_t)lowest;
+            bytes[1] = (uint8_t)(lowest >> 8);
+            bytes[2] = (uint8_t)first;
+        }
+    }
+    free(f.events);
+    free(w.ops);
+    return bytes;
+}
+
+/* Return 0, or -1 without memory, or 1 for bytes that encode never wrote. */
+static int decode(const uint8_t *bytes, size_t length, const Segment *s, size_t segments, Type type)
+{
+    if (length < HEAD + 4)
+        return 1;
+    Model *m = malloc(sizeof *m);
+    if (m == NULL)
+        return -1;
+    uint64_t elements = 0;
+    for (size_t i = 0; i < segments; i++)
+        elements += s[i].count;
+    Reader r = {bytes + HEAD + 4, bytes + length, 0, 0};
+    for (int i = 0; i < 4; i++)
+        r.state |= (uint32_t)bytes[HEAD + i] << (8 * i);
+    Applier a;
+    memset(&a, 0, sizeof a);
+    a.reader = &r;
+    a.model = m;
+    a.type = type;
+    a.lowest = bytes[0] | bytes[1] << 8;
+    begin_model(m, elements, bytes[2]);
+    for (int k = 0; k < CLASSES; k++)
+        a.ahead[k] = a.gap[k] = get_gap(&a, k);
+    apply(&a, s, segments);
+    free(m);
+    for (int k = 0; k < CLASSES; k++)
+        a.wrong |= a.ahead[k] < NEVER / 2; /* a change was announced beyond the end */
+    return a.wrong || r.over || r.at != r.end || r.state != STATE_LOW;
+}
+
+/* --- byte planes: for what changed so much that its places are not worth telling --------------------- */
+
+/* Elements as the difference to the base in the order of the values, small ones of either sign as small
+ * numbers; without a base the bits, the sign last, so that the exponent lies in the highest byte. */
+static inline uint64_t to_plane(const uint8_t *base, const uint8_t *next, Type type)
+{
+    uint64_t sign = (uint64_t)1 << (8 * type.width - 1), all = sign | (sign - 1);
+    uint64_t bits = load(next, type.width);
+    if (base == NULL)
+        return type.is_float ? (bits << 1 | bits >> (8 * type.width - 1)) & all : bits;
+    uint64_t d = (to_order(bits, type) - to_order(load(base, type.width), type)) & all;
+    return (d << 1 ^ (d & sign ? all : 0)) & all;
+}
+
+static inline uint64_t from_plane(const uint8_t *base, uint64_t value, Type type)
+{
+    uint64_t sign = (uint64_t)1 << (8 * type.width - 1), all = sign | (sign - 1);
+    if (base == NULL)
+        return type.is_float ? (value >> 1 | (value & 1 ? sign : 0)) & all : value;
+    uint64_t d = (value >> 1 ^ (value & 1 ? all : 0)) & all;
+    return from_order(to_order(load(base, type.width), type) + d, type);
+}
+
+static inline void split_segment(const Segment *s, uint8_t *planes, size_t size, Type type)
+{
+    for (size_t j = 0; j < s->count; j++) {
+        size_t at = j * (size_t)type.width;
+        uint64_t v = to_plane(s->base ? s->base + at : NULL, s->next + at, type);
+        for (int k = 0; k < type.width; k++)
+            planes[(size_t)k * size + j] = (uint8_t)(v >> (8 * k));
+    }
+}
+
+static inline void merge_segment(const Segment *s, const uint8_t *planes, size_t size, Type type)
+{
+    for (size_t j = 0; j < s->count; j++) {
+        size_t at = j * (size_t)type.width;
+        uint64_t v = 0;
+        for (int k = 0; k < type.width; k++)
+            v |= (uint64_t)planes[(size_t)k * size + j] << (8 * k);
+        store(s->out + at, type.width, from_plane(s->base ? s->base + at : NULL, v, type));
+    }
+}
+
+/* Constant widths make tight loops. */
+#define BY_WIDTH(call)                                                                              \
+    switch (type.width) {                                                                           \
+    case 1: type.width = 1; call; break;                                                            \
+    case 2: type.width = 2; call; break;                                                            \
+    case 4: type.width = 4; call; break;                                                            \
+    default: type.width = 8; call;                                                                  \
+    }
+
+static void split_planes(const Segment *s, size_t segments, uint8_t *planes, size_t size, Type type)
+{
+    for (size_t i = 0; i < segments; planes += s[i].count, i++)
+        BY_WIDTH(split_segment(&s[i], planes, size, type))
+}
+
+static void merge_planes(const Segment *s, size_t segments, const uint8_t *planes, size_t size, Type type)
+{
+    for (size_t i = 0; i < segments; planes += s[i].count, i++)
+        BY_WIDTH(merge_segment(&s[i], planes, size, type))
+}
+
+/* --- Python ------------------------------------------------------------------------------------------ */
+
+typedef struct {
+    Segment *s;
+    Py_buffer *held;
+    size_t count, buffers, elements;
+    Type type;
+} Segments;
+
+static void release(Segments *g)
+{
+    for (size_t i = 0; i < g->buffers; i++)
+        PyBuffer_Release(&g->held[i]);
+    free(g->held);
+    free(g->s);
+    memset(g, 0, sizeof *g);
+}
+
+/* The bytes of (buffer, offset), of which `length` are needed; NULL with an exception. */
+static uint8_t *range_of(Segments *g, PyObject *buffer, Py_ssize_t offset, size_t length, int writable)
+{
+    Py_buffer *view = &g->held[g->buffers];
+    if (PyObject_GetBuffer(buffer, view, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) < 0)
+        return NULL;
+    g->buffers++;
+    if (offset < 0 || offset > view->len || (size_t)(view->len - offset) < length) {
+        PyErr_SetString(PyExc_ValueError, "a segment lies outside of its buffer");
+        return NULL;
+    }
+    return (uint8_t *)view->buf + offset;
+}
+
+/* Take in a list of (base or None, base offset, other, other offset, elements). */
+static int take(Segments *g, PyObject *list, int type, int writable)
+{
+    memset(g, 0, sizeof *g);
+    if (type < 0 || type >= TYPES) {
+        PyErr_SetString(PyExc_ValueError, "unknown element type");
+        return -1;
+    }
+    g->type = TYPE[type];
+    Py_ssize_t count = PyList_Size(list);
+    if (count < 0)
+        return -1;
+    g->s = calloc((size_t)count + 1, sizeof *g->s);
+    g->held = calloc(2 * (size_t)count + 1, sizeof *g->held);
+    if (g->s == NULL || g->held == NULL) {
+        release(g);
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *base, *other, *item = PyList_GetItem(list, i);
+        Py_ssize_t base_offset, other_offset, elements;
+        if (item == NULL
+            || !PyArg_ParseTuple(item, "OnOnn", &base, &base_offset, &other, &other_offset, &elements))
+            goto failed;
+        if (elements < 0 || elements >= (1 << 29) || g->elements + (size_t)elements >= (1 << 29)) {
+            PyErr_SetString(PyExc_ValueError, "too many elements");
+            goto failed;
+        }
+        size_t length = (size_t)elements * (size_t)g->type.width;
+        if (base != Py_None) {
+            g->s[i].base = range_of(g, base, base_offset, length, 0);
+            if (g->s[i].base == NULL)
+                goto failed;
+        }
+        uint8_t *at = range_of(g, other, other_offset, length, writable);
+        if (at == NULL)
+            goto failed;
+        g->s[i].out = at;
+        g->s[i].next = at;
+        g->s[i].count = (size_t)elements;
+        g->elements += (size_t)elements;
+        g->count++;
+    }
+    return 0;
+failed:
+    release(g);
+    return -1;
+}
+
+static int need_bases(const Segments *g)
+{
+    for (size_t i = 0; i < g->count; i++)
+        if (g->s[i].base == NULL) {
+            PyErr_SetString(PyExc_ValueError, "a segment has no base");
+            return -1;
+        }
+    return 0;
+}
+
+PyDoc_STRVAR(encode_doc,
+"encode_changes(type, segments, most, /)\n--\n\n"
+"Return what changed, coded; None if more than `most` elements did.\n\n"
+"Segments are (base, base offset, new, new offset, elements); offsets in bytes.");
+
+static PyObject *py_encode(PyObject *self, PyObject *args)
+{
+    int type, full = 0;
+    PyObject *list;
+    Py_ssize_t most;
+    Segments g;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "iOn", &type, &list, &most) || take(&g, list, type, 0) < 0)
+        return NULL;
+    if (most < 0 || need_bases(&g) < 0) {
+        release(&g);
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_ValueError, "most is negative");
+        return NULL;
+    }
+    uint8_t *bytes;
+    size_t length = 0;
+    Py_BEGIN_ALLOW_THREADS
+    bytes = encode(g.s, g.count, g.type, (size_t)most, &length, &full);
+    Py_END_ALLOW_THREADS
+    release(&g);
+    if (bytes == NULL) {
+        if (full)
+            Py_RETURN_NONE;
+        return PyErr_NoMemory();
+    }
+    PyObject *result = PyBytes_FromStringAndSize((const char *)bytes, (Py_ssize_t)length);
+    free(bytes);
+    return result;
+}
+
+PyDoc_STRVAR(decode_doc,
+"decode_changes(type, segments, payload, /)\n--\n\n"
+"Write base and changes together into (base, base offset, out, out offset, elements).\n\n"
+"Raises ValueError for a payload that encode_changes did not write; `out` holds anything then.");
+
+static PyObject *py_decode(PyObject *self, PyObject *args)
+{
+    int type, wrong;
+    PyObject *list;
+    Py_buffer payload;
+    Segments g;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "iOy*", &type, &list, &payload))
+        return NULL;
+    if (take(&g, list, type, 1) < 0 || need_bases(&g) < 0) {
+        release(&g);
+        PyBuffer_Release(&payload);
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    wrong = decode(payload.buf, (size_t)payload.len, g.s, g.count, g.type);
+    Py_END_ALLOW_THREADS
+    release(&g);
+    PyBuffer_Release(&payload);
+    if (wrong < 0)
+        return PyErr_NoMemory();
+    if (wrong) {
+        PyErr_SetString(PyExc_ValueError, "coded changes do not decode");
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(split_doc,
+"split_planes(type, segments, planes, /)\n--\n\n"
+"Write elements (or their difference to the base) as byte planes, the lowest byte first.");
+
+PyDoc_STRVAR(merge_doc,
+"merge_planes(type, segments, planes, /)\n--\n\n"
+"Write elements from byte planes: the inverse of split_planes.");
+
+static PyObject *planes(PyObject *args, int split)
+{
+    int type;
+    PyObject *list, *buffer;
+    Py_buffer view;
+    Segments g;
+    if (!PyArg_ParseTuple(args, "iOO", &type, &list, &buffer))
+        return NULL;
+    if (PyObject_GetBuffer(buffer, &view, split ? PyBUF_WRITABLE : PyBUF_SIMPLE) < 0)
+        return NULL;
+    if (take(&g, list, type, !split) < 0) {
+        PyBuffer_Release(&view);
+        return NULL;
+    }
+    if ((size_t)view.len != g.elements * (size_t)g.type.width) {
+        release(&g);
+        PyBuffer_Release(&view);
+        PyErr_SetString(PyExc_ValueError, "planes have another size");
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    if (split)
+        split_planes(g.s, g.count, view.buf, g.elements, g.type);
+    else
+        merge_planes(g.s, g.count, view.buf, g.elements, g.type);
+    Py_END_ALLOW_THREADS
+    release(&g);
+    PyBuffer_Release(&view);
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_split(PyObject *self, PyObject *args)
+{
+    (void)self;
+    return planes(args, 1);
+}
+
+static PyObject *py_merge(PyObject *self, PyObject *args)
+{
+    (void)self;
+    return planes(args, 0);
+}
+
+PyDoc_STRVAR(portable_doc,
+"use_portable(yes, /)\n--\n\n"
+"Take the portable path although a faster one is there (for tests); return whether that was taken.");
+
+static int has_avx2(void)
+{
+#if HAVE_AVX2_PATH
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi")
+           && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt");
+#else
+    return 0;
+#endif
+}
+
+static PyObject *py_portable(PyObject *self, PyObject *args)
+{
+    int yes, before = !use_avx2;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "p", &yes))
+        return NULL;
+    use_avx2 = !yes && has_avx2();
+    return PyBool_FromLong(before);
+}
+
+static PyMethodDef METHODS[] = {
+    {"encode_changes", py_encode, METH_VARARGS, encode_doc},
+    {"decode_changes", py_decode, METH_VARARGS, decode_doc},
+    {"split_planes", py_split, METH_VARARGS, split_doc},
+    {"merge_planes", py_merge, METH_VARARGS, merge_doc},
+    {"use_portable", py_portable, METH_VARARGS, portable_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef MODULE = {
+    PyModuleDef_HEAD_INIT, "_kernel", "The codec's inner loops.", 0, METHODS, NULL, NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit__kernel(void)
+{
+    use_avx2 = has_avx2();
+    return PyModule_Create(&MODULE);
+}
