@@ -11,8 +11,7 @@
  * The AVX2 path is chosen at run time and gives what the portable one gives.
  */
 #define PY_SSIZE_T_CLEAN
-#define Py_LIMITED_API 0x030b0000
-#include <Python.h>
+#include <Python.h> /* Py_LIMITED_API comes from setup.py */
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>

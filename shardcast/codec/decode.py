@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from shardcast.codec import _kernel, planes
+from shardcast.codec import kernel, planes
 from shardcast.codec.encode import BaseReader
-from shardcast.codec.frame import Frame, Group, Mode, Segment, read_frame
+from shardcast.codec.frame import Group, Mode, Segment, read_frame
 from shardcast.errors import MalformedError
 
 
@@ -59,12 +59,14 @@ def _decode_group(
             _scatter(b"".join(old for old in olds if old is not None), segments, out)
         case Mode.CHANGES:
             try:
-                _kernel.decode_changes(group.type, ranges, group.payload)
+                kernel.decode_changes(group.type, ranges, group.payload)
             except ValueError as error:
                 raise MalformedError(f"frame: {error}") from error
         case Mode.RAW:
             if len(group.payload) != length:
-                raise MalformedError(f"a frame has {len(group.payload)} bytes where {length} belong")
+                raise MalformedError(
+                    f"a frame has {len(group.payload)} bytes where {length} belong"
+                )
             _scatter(group.payload, segments, out)
         case Mode.ZSTD:
             _scatter(planes.decompress(group.payload, length), segments, out)
@@ -73,7 +75,7 @@ def _decode_group(
             _scatter(planes.decompress(group.payload, length, old), segments, out)
         case Mode.DIFFERENCES | Mode.PLANES:
             merged = planes.unpack(group.payload, width, length // width)
-            _kernel.merge_planes(group.type, ranges, merged)
+            kernel.merge_planes(group.type, ranges, merged)
         case _:
             raise MalformedError(f"a frame has a group of mode {group.mode}")
 

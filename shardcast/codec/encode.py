@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from shardcast.codec import _kernel, planes
+from shardcast.codec import kernel, planes
 from shardcast.codec.elements import ElementType
 from shardcast.codec.frame import BaseRange, Group, Mode, Segment, write_frame
 
@@ -78,7 +78,11 @@ def encode_frame(new: memoryview, pieces: Sequence[Piece], base: BaseReader) -> 
             collected[key] = _Collected(piece.type, key[1], [])
             order.append(key)
         group = collected[key]
-        old = None if piece.base is None else base.range(piece.base.file, piece.base.offset, piece.length)
+        old = (
+            None
+            if piece.base is None
+            else base.range(piece.base.file, piece.base.offset, piece.length)
+        )
         group.ranges.append((old, 0, new, at, piece.length // piece.type.width))
         group.length += piece.length
         segments.append(Segment(piece.length, order.index(key), piece.base))
@@ -90,10 +94,10 @@ def encode_frame(new: memoryview, pieces: Sequence[Piece], base: BaseReader) -> 
 def _encode_group(group: _Collected) -> Group:
     candidates: list[Callable[[], Group]] = []
     if group.based:
-        if _kernel.encode_changes(group.type, group.ranges, 0) is not None:
+        if kernel.encode_changes(group.type, group.ranges, 0) is not None:
             return Group(Mode.SAME, group.type, b"")
         elements = sum(entry[4] for entry in group.ranges)
-        changes = _kernel.encode_changes(group.type, group.ranges, elements // _FEW)
+        changes = kernel.encode_changes(group.type, group.ranges, elements // _FEW)
         if changes is not None:
             found = Group(Mode.CHANGES, group.type, changes)
             if len(changes) * _DENSE <= group.length:
@@ -114,7 +118,7 @@ def _planes(
     mode: Mode, group: _Collected, ranges: list[tuple[memoryview | None, int, memoryview, int, int]]
 ) -> Group:
     split = bytearray(group.length)
-    _kernel.split_planes(group.type, ranges, split)
+    kernel.split_planes(group.type, ranges, split)
     return Group(mode, group.type, planes.pack(split, group.type.width))
 
 

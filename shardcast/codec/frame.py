@@ -33,7 +33,7 @@ class Mode(enum.IntEnum):
         ZSTD: Compressed.
         ZSTD_BASE: Compressed with the base ranges as what came before.
         SAME: Equal to the base ranges; no payload.
-        CHANGES: What differs from the base ranges (``_kernel.encode_changes``).
+        CHANGES: What differs from the base ranges (``__kernel.encode_changes``).
         DIFFERENCES: Byte planes of the differences, each compressed or not.
         PLANES: Byte planes of the elements, each compressed or not.
     """

@@ -23,9 +23,7 @@ def compress(data: bytes | bytearray | memoryview, base: memoryview | None = Non
     ).compress(data)
 
 
-def decompress(
-    data: bytes | memoryview, length: int, base: memoryview | None = None
-) -> bytes:
+def decompress(data: bytes | memoryview, length: int, base: memoryview | None = None) -> bytes:
     """Return exactly ``length`` bytes from what ``compress`` wrote.
 
     Raises:
@@ -50,9 +48,7 @@ def _dictionary(base: memoryview) -> zstandard.ZstdCompressionDict | None:
     # An empty dictionary is none to zstandard; few bytes are of no use to it.
     if len(base) < 8:
         return None
-    return zstandard.ZstdCompressionDict(
-        bytes(base), dict_type=zstandard.DICT_TYPE_RAWCONTENT
-    )
+    return zstandard.ZstdCompressionDict(bytes(base), dict_type=zstandard.DICT_TYPE_RAWCONTENT)
 
 
 def pack(planes: bytearray, width: int) -> bytes:
