@@ -1,10 +1,12 @@
 """Publish a checkpoint directory into a store on this machine.
 
 Order, and what a crash leaves behind: files are staged and hashed (leftovers in
-``state/staging``), documents are written to ``blobs/`` (harmless), the version is renamed to
-``versions/N`` (not announced: the next publication removes it), ``head.json`` is replaced (the
-commit point), trust is remembered (a head newer than it is accepted), old versions are removed.
-So a kill at any point leaves the previous head or the new one, both whole.
+``state/staging``) and what changed since the version before becomes delta blobs (in ``blobs/``, named by
+nothing yet: the next publication collects them); delta parts, then the version's own documents are
+written to ``blobs/`` (harmless), the version is renamed to ``versions/N`` (not announced: the next
+publication removes it), ``head.json`` is replaced (the commit point), trust is remembered (a head newer
+than it is accepted). Deltas from older bases and a compressed copy follow, announced by a second
+head. Last, old versions are removed. So a kill at any point leaves the previous head or a new one, whole.
 """
 
 from __future__ import annotations
@@ -14,18 +16,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from shardcast.announcing import announce, issue_for, last_head, publishing
+from shardcast.delta_making import DeltaMaker, tensors_of
+from shardcast.delta_publishing import delta_bases, finished, further_deltas, leased
+from shardcast.deltas import Delta, frame_runs
 from shardcast.errors import (
     ShardcastError,
     UsageError,
 )
-from shardcast.hashing import ShardJob, hash_shards
+from shardcast.hashing import ShardHash, ShardJob, hash_runs, hash_shards
 from shardcast.placing import place_files
 from shardcast.protocol import succession
+from shardcast.protocol.digest import digest_of
 from shardcast.protocol.envelope import Signer
 from shardcast.protocol.head import Head
-from shardcast.protocol.layout import (
-    Layout,
-)
+from shardcast.protocol.layout import Layout, encode_layout
 from shardcast.publishing import (
     Documents,
     Published,
@@ -75,17 +79,30 @@ def publish_directory(
         watch.selected(selection)
         previous = _previous_layout(run, head)
         layout = plan_layout(options, selection, run.run, number, previous, now_ms())
-        method, stored, documents = _fill(options, run, layout, selection, watch)
+        bases = delta_bases(options, run, head)
+        with leased(bases.get(1), watch) as base:
+            method, stored, documents, delta = _fill(options, run, layout, selection, base, watch)
         try:
             run.commit(number, options.durability)
         except BaseException:
             _take_back(run, number)
             raise
-        ref = reference(documents.version)
+        deltas = () if delta is None else (delta,)
+        ref = reference(documents.version, deltas)
         issue = issue_for(run.run, signers, now_ms(), options.expiry_ms)
-        announce(run, succession.with_version(head, issue, ref, keep=options.keep), signers, issue)
+        head = succession.with_version(head, issue, ref, keep=options.keep)
+        announce(run, head, signers, issue)
+        further = further_deltas(options, stored, bases, run.write_blob, watch)
+        if further:
+            issue = issue_for(run.run, signers, now_ms(), options.expiry_ms)
+            refs = [one.ref for one in further]
+            head = succession.with_deltas(head, issue, number, refs)
+            announce(run, head, signers, issue)
+            ref = head.ref(number) or ref
         collected = _collect(run)
-    return Published(run.run, ref, stored.directory, selection, 0, method, collected)
+    return Published(
+        run.run, ref, stored.directory, selection, 0, method, collected, (*deltas, *further)
+    )
 
 
 def require_apart(checkpoint: Path, store: Path) -> None:
@@ -127,20 +144,20 @@ def _fill(
     run: RunStore,
     layout: Layout,
     selection: Selection,
+    base: StoredVersion | None,
     watch: PublishObserver,
-) -> tuple[str, StoredVersion, Documents]:
-    """Bring all files into staging, hash them, and write the documents."""
+) -> tuple[str, StoredVersion, Documents, Delta | None]:
+    """Bring all files into staging, hash them, make the delta, and write the documents."""
     directory = run.staging_directory(layout.version)
     try:
         method = place_files(options, selection, directory)
-        hashes = hash_shards(
-            _jobs(layout, selection, directory, method),
-            threads=options.threads,
-            progress=watch.hashed,
-        )
+        jobs = shard_jobs(layout, selection, directory, method)
+        maker = None if base is None else _maker(options, run, layout, selection, base)
+        hashes = hash_files(jobs, layout, maker, options.threads, watch)
         again = select_files(options.source, include=options.include, exclude=options.exclude)
         require_unchanged(selection, again, options.source)
         documents = documents_of(layout, [found.digest for found in hashes])
+        delta = None if maker is None else finished(maker, documents.version, run.write_blob, watch)
         for digest, data in documents.blobs.items():
             run.write_blob(digest, data)
         stored = run.stage(documents.version, files=False)
@@ -148,7 +165,41 @@ def _fill(
     except BaseException:
         _take_back(run, layout.version)
         raise
-    return method, stored, documents
+    return method, stored, documents, delta
+
+
+def _maker(
+    options: PublishOptions,
+    run: RunStore,
+    layout: Layout,
+    selection: Selection,
+    base: StoredVersion,
+) -> DeltaMaker:
+    return DeltaMaker(
+        digest_of(encode_layout(layout)),
+        tensors_of(layout, lambda file: selection.files[file].location),
+        base,
+        run.write_blob,
+        threads=options.threads,
+    )
+
+
+def hash_files(
+    jobs: Sequence[ShardJob],
+    layout: Layout,
+    maker: DeltaMaker | None,
+    threads: int | None,
+    watch: PublishObserver,
+) -> list[ShardHash]:
+    """Hash all shards, and let a delta be made of the same bytes while they are in memory.
+
+    Raises:
+        ModifiedError, DiskError: As ``hash_shards``.
+    """
+    if maker is None:
+        return hash_shards(jobs, threads=threads, progress=watch.hashed)
+    runs = frame_runs(layout)
+    return hash_runs(jobs, runs, maker.use, threads=threads, progress=watch.hashed)
 
 
 def _take_back(run: RunStore, number: int) -> None:
@@ -157,7 +208,9 @@ def _take_back(run: RunStore, number: int) -> None:
         run.evict(number)
 
 
-def _jobs(layout: Layout, selection: Selection, directory: Path, method: str) -> list[ShardJob]:
+def shard_jobs(
+    layout: Layout, selection: Selection, directory: Path, method: str
+) -> list[ShardJob]:
     """Return one job a shard: copies hash what they read, links and clones what is in staging."""
     jobs = []
     for extent in layout.extents():

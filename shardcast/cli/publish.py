@@ -29,11 +29,13 @@ from shardcast.cli.xdg import default_store, remote_memory
 from shardcast.errors import UsageError
 
 if TYPE_CHECKING:
+    from shardcast.deltas import Delta
     from shardcast.keys import Ed25519Signer
     from shardcast.publishing import Published, PublishOptions
     from shardcast.sources import Selection
 
 WHAT: Final = "What"
+DELTAS: Final = "Deltas"
 DEFAULT_RUN: Final = "default"
 
 
@@ -96,6 +98,34 @@ def publish(
             rich_help_panel=WHAT,
         ),
     ] = None,
+    delta: Annotated[
+        bool,
+        typer.Option(
+            "--delta/--no-delta",
+            help="Announce what changed since the version before, where that lies here.",
+            rich_help_panel=DELTAS,
+        ),
+    ] = True,
+    delta_bases: Annotated[
+        str | None,
+        typer.Option(
+            "--delta-bases",
+            metavar="N,N...",
+            help="Also what changed since so many versions ago (2,4,8), for workers that are "
+            "behind; right after the announcement.",
+            show_default=False,
+            rich_help_panel=DELTAS,
+        ),
+    ] = None,
+    compress: Annotated[
+        bool,
+        typer.Option(
+            "--compress",
+            help="Also a compressed copy, for workers that hold nothing; right after the "
+            "announcement.",
+            rich_help_panel=DELTAS,
+        ),
+    ] = False,
     store: StoreOption = None,
     link: Annotated[
         bool,
@@ -155,6 +185,9 @@ def publish(
         metadata=parse_metadata(metadata or []),
         keep=keep,
         durability=Durability(durability.value),
+        delta=delta,
+        delta_bases=parse_distances(delta_bases or ""),
+        compress=compress,
     )
     _require_checkpoint(options)
     if to is None:
@@ -191,6 +224,18 @@ def parse_metadata(items: list[str]) -> dict[str, str]:
             raise UsageError(f"--metadata {name!r} is given twice")
         found[name] = value
     return found
+
+
+def parse_distances(text: str) -> tuple[int, ...]:
+    """Return ``2,4,8`` as numbers.
+
+    Raises:
+        UsageError: If it is something else.
+    """
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not all(name.isdecimal() and name.isascii() and len(name) < 4 for name in names):
+        raise UsageError(f"--delta-bases {text!r} is not a list of numbers like 2,4,8")
+    return tuple(int(name) for name in names)
 
 
 def _require_checkpoint(options: PublishOptions) -> None:
@@ -284,6 +329,10 @@ class Watch:
         """Another publisher is at work."""
         self._out.notice(message)
 
+    def noticed(self, message: str) -> None:
+        """Something that people should know."""
+        self._out.notice(message)
+
     def finish(self) -> None:
         """It is over."""
         self.seconds = time.monotonic() - self._started
@@ -313,6 +362,17 @@ def _show(out: Output, published: Published, watch: Watch) -> None:
             {"reason": reason, "files": number, "bytes": left_bytes[reason]}
             for reason, number in left_out.items()
         ],
+        deltas=[
+            {
+                "base": delta.ref.base,
+                "base_version": delta.ref.base_version,
+                "bytes": delta.travels,
+                "bytes_needed": delta.ref.bytes,
+                "ratio": round(delta.ratio, 2),
+                "shards": {"rebuilt": delta.rebuilt, "same": delta.same, "plain": delta.plain},
+            }
+            for delta in published.deltas
+        ],
     )
     step = "" if ref.step is None else f" (step {ref.step})"
     files = count(len(published.selection.files), "file")
@@ -327,6 +387,8 @@ def _show(out: Output, published: Published, watch: Watch) -> None:
     out.result(
         f"  {done} and hashed in {duration(watch.seconds)} ({rate(ref.bytes, watch.seconds)})"
     )
+    for delta in published.deltas:
+        _show_delta(out, delta)
     for reason, number in sorted(left_out.items()):
         names = [one.path for one in published.selection.left_out if one.reason == reason]
         more = ", ..." if number > 3 else ""
@@ -334,6 +396,17 @@ def _show(out: Output, published: Published, watch: Watch) -> None:
             f"  left out  {count(number, 'file')}, {size(left_bytes[reason])}: {reason} "
             f"({', '.join(names[:3])}{more})"
         )
+
+
+def _show_delta(out: Output, delta: Delta) -> None:
+    of = "a copy" if delta.ref.base is None else f"from version {delta.ref.base_version}"
+    name = "copy" if delta.ref.base is None else "delta"
+    left = f", and {count(delta.plain, 'shard')} as they are" if delta.plain else ""
+    same = f", {delta.same} of them unchanged" if delta.same else ""
+    shards = count(delta.rebuilt + delta.same + delta.plain, "shard")
+    out.result(
+        f"  {name:<8}  {of}: {size(delta.ref.bytes)} for {shards}{same}{left} (1/{delta.ratio:.3g})"
+    )
 
 
 def _public_file(key: Path | None) -> str:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from shardcast.errors import NotFoundError, WithdrawnError
 from shardcast.protocol.envelope import encode_key
-from shardcast.protocol.head import Head, VersionRef, next_sequence
+from shardcast.protocol.head import DeltaRef, Head, VersionRef, next_sequence
 from shardcast.protocol.limits import MAX_VERSIONS, MAX_WITHDRAWN, ONE_SHOT_EXPIRY_MS
 
 
@@ -76,6 +76,24 @@ def with_version(previous: Head | None, issue: Issue, ref: VersionRef, *, keep: 
         version=ref.version,
         versions=[ref, *older][: max(1, min(keep, MAX_VERSIONS))],
         open=still_open,
+    )
+
+
+def with_deltas(previous: Head, issue: Issue, version: int, deltas: Sequence[DeltaRef]) -> Head:
+    """Return the head that announces further deltas of a version, one for each base at most.
+
+    Raises:
+        NotFoundError: If the head does not retain that version.
+    """
+    ref = previous.ref(version)
+    if ref is None:
+        raise NotFoundError(f"run {previous.run!r} does not retain version {version}")
+    bases = {delta.base for delta in deltas}
+    known = [delta for delta in ref.deltas if delta.base not in bases]
+    grown = msgspec.structs.replace(ref, deltas=[*known, *deltas])
+    return msgspec.structs.replace(
+        renewed(previous, issue),
+        versions=[grown if old is ref else old for old in previous.versions],
     )
 
 
