@@ -29,6 +29,7 @@ class Store:
         self._lock = threading.Lock()
         self._runs: dict[str, RunStore] = {}
         self._node_id: str | None = None
+        self._writer = True
 
     def runs(self) -> list[str]:
         """Return the names of the runs that are here, sorted; other directories are passed over."""
@@ -51,6 +52,7 @@ class Store:
             run = self._runs.get(name)
             if run is None:
                 run = RunStore(self.root / check_run(name), name)
+                run.set_writer(self._writer)
             if not create and name not in self._runs and not is_run_directory(run.root):
                 known = ", ".join(self.runs()) or "none"
                 raise NotFoundError(
@@ -86,6 +88,13 @@ class Store:
         except DiskError as error:
             log.warning("node id is not kept: %s", error)
         return text
+
+    def set_writer(self, writer: bool) -> None:
+        """Say for every run, also later ones, whether this process records what is good there."""
+        with self._lock:
+            self._writer = writer
+            for run in self._runs.values():
+                run.set_writer(writer)
 
     def close(self) -> None:
         """Close every run."""
