@@ -109,6 +109,28 @@ class Metrics:
             "shardcast_depth_hops", "Distance from the origin", registry=self.registry
         )
 
+        self.scrubbed = Counter(
+            "shardcast_scrubbed_bytes",
+            "Bytes on disk that were read again in the background",
+            registry=self.registry,
+        )
+        self.scrub_damaged = Counter(
+            "shardcast_scrub_damaged_shards",
+            "Shards and blobs that reading again found damaged",
+            registry=self.registry,
+        )
+        self.scrub_age = Gauge(
+            "shardcast_scrub_pass_age_seconds",
+            "Since everything on disk was last read again; before the first time: since the start",
+            registry=self.registry,
+        )
+        self.damaged = Gauge(
+            "shardcast_damaged_versions",
+            "Versions on disk that are not whole any more",
+            ["run"],
+            registry=self.registry,
+        )
+
     def render(self) -> bytes:
         """Return the exposition text."""
         return generate_latest(self.registry)
