@@ -27,6 +27,9 @@ class Job:
         won: The hedge that brought it, until the flight that it raced has ended.
         suspects: Sources whose hedge was wrong together with bytes of another, the generation of
             those, and the error: when they turn out good, the hedge was to blame.
+        optional: There is another way to what it is for, so it is given up sooner.
+        faults: How much its sources failed because of it, and not in general.
+        lost: Why it was given up, None while it was not.
     """
 
     transfer: Transfer
@@ -41,6 +44,9 @@ class Job:
     done: bool = False
     won: Flight | None = None
     suspects: dict[str, tuple[int, IntegrityError]] = field(default_factory=dict)
+    optional: bool = False
+    faults: int = 0
+    lost: ShardcastError | None = None
 
 
 @dataclass(slots=True, eq=False)
