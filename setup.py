@@ -14,7 +14,7 @@ KERNEL = Extension(
     "shardcast.codec._kernel",
     ["shardcast/codec/_kernel.c"],
     define_macros=[("Py_LIMITED_API", "0x030b0000")] if LIMITED else [],
-    extra_compile_args=["-std=c11", "-O2", "-Wall", "-Wextra"],
+    extra_compile_args=["-std=c11", "-O3", "-Wall", "-Wextra"],
     py_limited_api=LIMITED,
 )
 

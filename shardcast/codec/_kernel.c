@@ -16,6 +16,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#if !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "elements are stored little-endian; on other machines load() and store() must swap them"
+#endif
+
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
 #define HAVE_AVX2_PATH 1
 #include <immintrin.h>
@@ -462,9 +466,9 @@ static inline int value_symbol(uint64_t size, int *bits, uint64_t *rest)
 /* --- finding changes -------------------------------------------------------------------------- */
 
 typedef struct {
-    uint64_t position;
-    int64_t difference;
-    uint32_t gap;
+    int64_t difference; /* never 0 */
+    uint32_t position, gap;
+    uint32_t following; /* the next event of its class */
     uint8_t class, exponent;
 } Event;
 
@@ -504,15 +508,19 @@ static int64_t difference_of(uint64_t base, uint64_t next, Type type)
     return (int64_t)(d & sign ? d | ~all : d);
 }
 
-static int find_one(Finder *f, uint64_t base, uint64_t next, uint64_t position, uint64_t gap,
-                    int class, Type type, int lowest)
+static int find_one(Finder *f, uint64_t base, uint64_t next, uint64_t position, uint32_t gap,
+                    Type type, int lowest)
 {
     Event e;
-    e.position = position;
+    int exponent = exponent_of(base, type);
+    e.position = (uint32_t)position;
     e.difference = difference_of(base, next, type);
-    e.gap = (uint32_t)gap;
-    e.class = (uint8_t)class;
-    e.exponent = (uint8_t)value_exponent(exponent_of(base, type), lowest);
+    if (e.difference == 0) /* someone is writing to what we read; the digests will tell */
+        e.difference = 1;
+    e.gap = gap;
+    e.following = 0;
+    e.class = (uint8_t)class_of(exponent, lowest);
+    e.exponent = (uint8_t)value_exponent(exponent, lowest);
     return add_event(f, e);
 }
 
@@ -524,7 +532,7 @@ static inline void find_portable(Finder *f, const uint8_t *base, const uint8_t *
         uint64_t n = load(next + i * type.width, type.width);
         int class = class_of(exponent_of(b, type), lowest);
         if (b != n) {
-            if (!find_one(f, b, n, position + i, f->since[class], class, type, lowest))
+            if (!find_one(f, b, n, position + i, f->since[class], type, lowest))
                 return;
             f->since[class] = 0;
         } else
@@ -535,39 +543,121 @@ static inline void find_portable(Finder *f, const uint8_t *base, const uint8_t *
 #if HAVE_AVX2_PATH
 #define AVX2 __attribute__((target("avx2,bmi,bmi2,popcnt")))
 
-/* Classes of 32 elements as bytes, in memory order. */
-AVX2 static inline __m256i classes_avx2(const uint8_t *at, Type type, int lowest)
+/* Blocks of 64 elements: a bit for each, the first one lowest. */
+enum { BLOCK = 64 };
+
+AVX2 static inline __m256i load_avx2(const uint8_t *at)
 {
-    const __m256i top = _mm256_set1_epi8(CLASSES - 1);
-    if (type.width == 1) {
-        __m256i v = _mm256_loadu_si256((const __m256i *)at);
-        v = _mm256_srl_epi16(v, _mm_cvtsi32_si128(type.shift));
-        v = _mm256_and_si256(v, _mm256_set1_epi8((char)type.mask));
-        v = _mm256_subs_epu8(v, _mm256_set1_epi8((char)lowest));
-        return _mm256_min_epu8(v, top);
-    }
-    /* width 2 */
-    const __m256i mask = _mm256_set1_epi16((short)type.mask), low = _mm256_set1_epi16((short)lowest);
-    const __m128i shift = _mm_cvtsi32_si128(type.shift);
-    __m256i a = _mm256_loadu_si256((const __m256i *)at);
-    __m256i b = _mm256_loadu_si256((const __m256i *)(at + 32));
-    a = _mm256_subs_epu16(_mm256_and_si256(_mm256_srl_epi16(a, shift), mask), low);
-    b = _mm256_subs_epu16(_mm256_and_si256(_mm256_srl_epi16(b, shift), mask), low);
-    __m256i packed = _mm256_packus_epi16(a, b);
-    packed = _mm256_permute4x64_epi64(packed, 0xd8);
-    return _mm256_min_epu8(packed, top);
+    return _mm256_loadu_si256((const __m256i *)at);
 }
 
-AVX2 static inline uint32_t changed_avx2(const uint8_t *base, const uint8_t *next, int width)
+/* The order of dwords that four packed vectors come in, and back. */
+#define PACKED_FOURS _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)
+#define UNPACKED_FOURS _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7)
+
+/* The classes of 32 elements as bytes, in memory order. */
+AVX2 static inline __attribute__((always_inline)) __m256i
+classes_avx2(const uint8_t *at, Type type, int lowest)
 {
-    __m256i a = _mm256_loadu_si256((const __m256i *)base);
-    __m256i x = _mm256_loadu_si256((const __m256i *)next);
+    const __m256i top = _mm256_set1_epi8(CLASSES - 1), low = _mm256_set1_epi8((char)lowest);
+    const __m128i shift = _mm_cvtsi32_si128(type.shift);
+    __m256i v;
+    if (type.width == 1) {
+        v = _mm256_and_si256(_mm256_srl_epi16(load_avx2(at), shift),
+                             _mm256_set1_epi8((char)type.mask));
+    } else if (type.width == 2) {
+        const __m256i mask = _mm256_set1_epi16((short)type.mask);
+        __m256i a = _mm256_and_si256(_mm256_srl_epi16(load_avx2(at), shift), mask);
+        __m256i b = _mm256_and_si256(_mm256_srl_epi16(load_avx2(at + 32), shift), mask);
+        v = _mm256_permute4x64_epi64(_mm256_packus_epi16(a, b), 0xd8);
+    } else {
+        const __m256i mask = _mm256_set1_epi32((int)type.mask);
+        __m256i a = _mm256_and_si256(_mm256_srl_epi32(load_avx2(at), shift), mask);
+        __m256i b = _mm256_and_si256(_mm256_srl_epi32(load_avx2(at + 32), shift), mask);
+        __m256i c = _mm256_and_si256(_mm256_srl_epi32(load_avx2(at + 64), shift), mask);
+        __m256i d = _mm256_and_si256(_mm256_srl_epi32(load_avx2(at + 96), shift), mask);
+        v = _mm256_packus_epi16(_mm256_packus_epi32(a, b), _mm256_packus_epi32(c, d));
+        v = _mm256_permutevar8x32_epi32(v, PACKED_FOURS);
+    }
+    return _mm256_min_epu8(_mm256_subs_epu8(v, low), top);
+}
+
+/* For each class, which of 64 elements are of it. */
+AVX2 static inline __attribute__((always_inline)) void
+members_avx2(const uint8_t *at, Type type, int lowest, uint64_t of[LANES])
+{
+    __m256i low = classes_avx2(at, type, lowest);
+    __m256i high = classes_avx2(at + 32 * type.width, type, lowest);
+    uint64_t bit[4];
+    for (int k = 0; k < 4; k++) {
+        const __m128i up = _mm_cvtsi32_si128(7 - k);
+        uint32_t a = (uint32_t)_mm256_movemask_epi8(_mm256_sll_epi16(low, up));
+        uint32_t b = (uint32_t)_mm256_movemask_epi8(_mm256_sll_epi16(high, up));
+        bit[k] = a | (uint64_t)b << 32;
+    }
+    uint64_t fours[3] = {~bit[3] & ~bit[2], ~bit[3] & bit[2], bit[3]}; /* classes end at 11 */
+    uint64_t ones[4] = {~bit[1] & ~bit[0], ~bit[1] & bit[0], bit[1] & ~bit[0], bit[1] & bit[0]};
+    for (int k = 0; k < CLASSES; k++)
+        of[k] = fours[k >> 2] & ones[k & 3];
+}
+
+static inline uint64_t count_bits(uint64_t bits)
+{
+    return (uint64_t)__builtin_popcountll(bits);
+}
+
+/* The sizes of eight sets. */
+AVX2 static inline __attribute__((always_inline)) __m256i sizes_avx2(const uint64_t *of)
+{
+    uint64_t a = count_bits(of[0]) | count_bits(of[1]) << 16 | count_bits(of[2]) << 32 | count_bits(of[3]) << 48;
+    uint64_t b = count_bits(of[4]) | count_bits(of[5]) << 16 | count_bits(of[6]) << 32 | count_bits(of[7]) << 48;
+    return _mm256_cvtepu16_epi32(_mm_set_epi64x((int64_t)b, (int64_t)a));
+}
+
+AVX2 static inline __attribute__((always_inline)) __m256i
+equal_avx2(const uint8_t *base, const uint8_t *next, int width)
+{
     if (width == 1)
-        return ~(uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(a, x));
-    __m256i b = _mm256_loadu_si256((const __m256i *)(base + 32));
-    __m256i y = _mm256_loadu_si256((const __m256i *)(next + 32));
-    __m256i equal = _mm256_packs_epi16(_mm256_cmpeq_epi16(a, x), _mm256_cmpeq_epi16(b, y));
-    return ~(uint32_t)_mm256_movemask_epi8(_mm256_permute4x64_epi64(equal, 0xd8));
+        return _mm256_cmpeq_epi8(load_avx2(base), load_avx2(next));
+    if (width == 2) {
+        __m256i a = _mm256_cmpeq_epi16(load_avx2(base), load_avx2(next));
+        __m256i b = _mm256_cmpeq_epi16(load_avx2(base + 32), load_avx2(next + 32));
+        return _mm256_permute4x64_epi64(_mm256_packs_epi16(a, b), 0xd8);
+    }
+    __m256i a = _mm256_cmpeq_epi32(load_avx2(base), load_avx2(next));
+    __m256i b = _mm256_cmpeq_epi32(load_avx2(base + 32), load_avx2(next + 32));
+    __m256i c = _mm256_cmpeq_epi32(load_avx2(base + 64), load_avx2(next + 64));
+    __m256i d = _mm256_cmpeq_epi32(load_avx2(base + 96), load_avx2(next + 96));
+    __m256i v = _mm256_packs_epi16(_mm256_packs_epi32(a, b), _mm256_packs_epi32(c, d));
+    return _mm256_permutevar8x32_epi32(v, PACKED_FOURS);
+}
+
+/* Which of 64 elements changed. */
+AVX2 static inline __attribute__((always_inline)) uint64_t
+changed_avx2(const uint8_t *base, const uint8_t *next, int width)
+{
+    size_t half = 32 * (size_t)width;
+    uint32_t low = (uint32_t)_mm256_movemask_epi8(equal_avx2(base, next, width));
+    uint32_t high = (uint32_t)_mm256_movemask_epi8(equal_avx2(base + half, next + half, width));
+    return ~(low | (uint64_t)high << 32);
+}
+
+/* The changes of a block. Leaves `since` counted from the block's start. */
+AVX2 static int find_block_avx2(Finder *f, const uint8_t *b, const uint8_t *n, uint64_t changed,
+                                const uint64_t *of, uint64_t position, Type type, int lowest)
+{
+    while (changed) {
+        int bit = __builtin_ctzll(changed);
+        changed &= changed - 1;
+        uint64_t old = load(b + bit * type.width, type.width);
+        uint64_t new = load(n + bit * type.width, type.width);
+        int class = class_of(exponent_of(old, type), lowest);
+        uint32_t before = (uint32_t)count_bits(of[class] & (((uint64_t)1 << bit) - 1));
+        if (!find_one(f, old, new, position + (uint64_t)bit, f->since[class] + before, type, lowest))
+            return 0;
+        f->since[class] = 0u - before - 1;
+    }
+    return 1;
 }
 
 AVX2 static inline __attribute__((always_inline)) void
@@ -575,46 +665,38 @@ find_avx2(Finder *f, const uint8_t *base, const uint8_t *next, size_t count, uin
           Type type, int lowest)
 {
     size_t i = 0;
-    for (; i + 32 <= count; i += 32) {
-        const uint8_t *b = base + i * type.width, *n = next + i * type.width;
-        uint32_t changed = changed_avx2(b, n, type.width);
-        __m256i classes = classes_avx2(b, type, lowest);
-        uint32_t of[LANES] = {0}, there[LANES] = {0};
-        for (int k = 0; k < CLASSES; k++) {
-            __m256i same = _mm256_cmpeq_epi8(classes, _mm256_set1_epi8((char)k));
-            of[k] = (uint32_t)_mm256_movemask_epi8(same);
-            there[k] = (uint32_t)__builtin_popcount(of[k]);
-        }
-        while (changed) {
-            int bit = __builtin_ctz(changed);
-            changed &= changed - 1;
-            uint64_t old = load(b + bit * type.width, type.width);
-            uint64_t new = load(n + bit * type.width, type.width);
-            int class = class_of(exponent_of(old, type), lowest);
-            uint32_t before = (uint32_t)__builtin_popcount(of[class] & (((uint32_t)1 << bit) - 1));
-            if (!find_one(f, old, new, position + i + bit, f->since[class] + before, class, type,
-                          lowest))
+    __m256i low = load_avx2((const uint8_t *)f->since);
+    __m256i high = load_avx2((const uint8_t *)(f->since + 8));
+    for (; i + BLOCK <= count; i += BLOCK) {
+        const uint8_t *b = base + i * (size_t)type.width, *n = next + i * (size_t)type.width;
+        uint64_t of[LANES] = {0};
+        uint64_t changed = changed_avx2(b, n, type.width);
+        members_avx2(b, type, lowest, of);
+        if (changed) {
+            _mm256_storeu_si256((__m256i *)f->since, low);
+            _mm256_storeu_si256((__m256i *)(f->since + 8), high);
+            if (!find_block_avx2(f, b, n, changed, of, position + i, type, lowest))
                 return;
-            f->since[class] = 0u - before - 1;
+            low = load_avx2((const uint8_t *)f->since);
+            high = load_avx2((const uint8_t *)(f->since + 8));
         }
-        for (int k = 0; k < LANES; k++)
-            f->since[k] += there[k];
+        low = _mm256_add_epi32(low, sizes_avx2(of));
+        high = _mm256_add_epi32(high, sizes_avx2(of + 8));
     }
+    _mm256_storeu_si256((__m256i *)f->since, low);
+    _mm256_storeu_si256((__m256i *)(f->since + 8), high);
     if (i < count)
-        find_portable(f, base + i * type.width, next + i * type.width, count - i, position + i, type,
-                      lowest);
+        find_portable(f, base + i * (size_t)type.width, next + i * (size_t)type.width, count - i,
+                      position + i, type, lowest);
 }
 
-AVX2 static void find_bytes_avx2(Finder *f, const Segment *s, uint64_t position, Type type, int lowest)
+AVX2 static void find_segment_avx2(Finder *f, const Segment *s, uint64_t position, Type type, int lowest)
 {
-    type.width = 1;
-    find_avx2(f, s->base, s->next, s->count, position, type, lowest);
-}
-
-AVX2 static void find_pairs_avx2(Finder *f, const Segment *s, uint64_t position, Type type, int lowest)
-{
-    type.width = 2;
-    find_avx2(f, s->base, s->next, s->count, position, type, lowest);
+    switch (type.width) { /* a constant width makes a tight loop */
+    case 1: type.width = 1; find_avx2(f, s->base, s->next, s->count, position, type, lowest); break;
+    case 2: type.width = 2; find_avx2(f, s->base, s->next, s->count, position, type, lowest); break;
+    default: type.width = 4; find_avx2(f, s->base, s->next, s->count, position, type, lowest);
+    }
 }
 #endif
 
@@ -625,10 +707,8 @@ static void find(Finder *f, const Segment *s, size_t segments, Type type, int lo
     uint64_t position = 0;
     for (size_t i = 0; i < segments && !f->full; i++) {
 #if HAVE_AVX2_PATH
-        if (use_avx2 && type.width == 1)
-            find_bytes_avx2(f, &s[i], position, type, lowest);
-        else if (use_avx2 && type.width == 2)
-            find_pairs_avx2(f, &s[i], position, type, lowest);
+        if (use_avx2 && type.width <= 4)
+            find_segment_avx2(f, &s[i], position, type, lowest);
         else
 #endif
         switch (type.width) { /* a constant width makes a tight loop */
@@ -658,7 +738,7 @@ static void put_gap(Writer *w, Model *m, int class, const Event *event)
 static void put_value(Writer *w, Model *m, const Event *event)
 {
     int bits, negative = event->difference < 0;
-    uint64_t rest, d = (uint64_t)event->difference, size = negative ? (uint64_t)0 - d : d;
+    uint64_t rest = 0, d = (uint64_t)event->difference, size = negative ? (uint64_t)0 - d : d;
     int symbol = value_symbol(size, &bits, &rest);
     put_symbol(w, value_table(m, event->exponent), symbol);
     if (bits)
@@ -669,16 +749,13 @@ static void put_value(Writer *w, Model *m, const Event *event)
 
 /* Write what decode reads: for each class its first gap, then for each change its value and the next
  * gap of its class. */
-static int write_events(Writer *w, Model *m, const Finder *f)
+static int write_events(Writer *w, Model *m, Finder *f)
 {
-    size_t *following = malloc((f->count + 1) * sizeof *following);
     size_t first[CLASSES];
-    if (following == NULL)
-        return 0;
     for (int k = 0; k < CLASSES; k++)
         first[k] = f->count;
     for (size_t i = f->count; i-- > 0;) {
-        following[i] = first[f->events[i].class];
+        f->events[i].following = (uint32_t)first[f->events[i].class];
         first[f->events[i].class] = i;
     }
     for (int k = 0; k < CLASSES; k++)
@@ -687,9 +764,8 @@ static int write_events(Writer *w, Model *m, const Finder *f)
         const Event *e = &f->events[i];
         saw(m, e->class, e->gap, e->position);
         put_value(w, m, e);
-        put_gap(w, m, e->class, following[i] < f->count ? &f->events[following[i]] : NULL);
+        put_gap(w, m, e->class, e->following < f->count ? &f->events[e->following] : NULL);
     }
-    free(following);
     return !w->failed;
 }
 
@@ -704,7 +780,7 @@ static uint8_t *finish(Writer *w, size_t head, size_t *length)
     uint32_t state = STATE_LOW;
     for (size_t i = w->count; i-- > 0;) {
         uint32_t start = w->ops[i] & 0xffff, width = (w->ops[i] >> 16) + 1;
-        if (state >= (STATE_LOW >> SCALE_BITS << 16) * width) {
+        if (state >= (uint64_t)(STATE_LOW >> SCALE_BITS << 16) * width) {
             *--at = (uint8_t)(state >> 8);
             *--at = (uint8_t)state;
             state >>= 16;
@@ -737,7 +813,7 @@ typedef struct {
 static uint32_t get_gap(Applier *a, int class)
 {
     int symbol = get_symbol(a->reader, gap_table(a->model, class));
-    if (symbol == a->model->gap_symbols - 1)
+    if (symbol == a->model->gap_symbols - 1 || a->reader->over)
         return NEVER;
     int extra;
     uint64_t gap = bucket_start(symbol, &extra);
@@ -787,21 +863,21 @@ static inline void apply_portable(Applier *a, const uint8_t *base, uint8_t *out,
 }
 
 #if HAVE_AVX2_PATH
-AVX2 static inline uint32_t nth_bit(uint32_t bits, uint32_t n)
+AVX2 static inline uint32_t nth_bit(uint64_t bits, uint32_t n)
 {
     while (n--)
         bits &= bits - 1;
-    return (uint32_t)__builtin_ctz(bits);
+    return (uint32_t)__builtin_ctzll(bits);
 }
 
-/* A block of 32 elements in which changes are due: of those classes whose next one comes before the
- * block's end. Leaves `ahead` counted from the block's start. */
-AVX2 static void apply_block_avx2(Applier *a, const uint8_t *b, uint8_t *o, const uint32_t *of,
-                                  const uint32_t *there, uint32_t due, uint64_t position, Type type)
+/* A block in which changes are due: of those classes whose next one comes before its end. Leaves
+ * `ahead` counted from the block's start. */
+AVX2 static void apply_block_avx2(Applier *a, const uint8_t *b, uint8_t *o, const uint64_t *of,
+                                  uint32_t due, uint64_t position, Type type)
 {
     while (due) {
         int class = 0;
-        uint32_t bit = 32;
+        uint32_t bit = BLOCK;
         for (uint32_t left = due; left; left &= left - 1) {
             int k = __builtin_ctz(left);
             uint32_t at = nth_bit(of[k], a->ahead[k]);
@@ -810,10 +886,10 @@ AVX2 static void apply_block_avx2(Applier *a, const uint8_t *b, uint8_t *o, cons
                 class = k;
             }
         }
-        uint64_t old = load(b + bit * type.width, type.width);
-        apply_one(a, o + bit * type.width, old, class, position + bit);
+        uint64_t old = load(b + bit * (size_t)type.width, type.width);
+        apply_one(a, o + bit * (size_t)type.width, old, class, position + bit);
         a->ahead[class] += 1 + a->gap[class];
-        if (a->ahead[class] >= there[class])
+        if (a->ahead[class] >= count_bits(of[class]))
             due &= ~((uint32_t)1 << class);
     }
 }
@@ -822,52 +898,43 @@ AVX2 static inline __attribute__((always_inline)) void
 apply_avx2(Applier *a, const uint8_t *base, uint8_t *out, size_t count, uint64_t position, Type type)
 {
     size_t i = 0;
-    __m256i ahead_low = _mm256_loadu_si256((const __m256i *)a->ahead);
-    __m256i ahead_high = _mm256_loadu_si256((const __m256i *)(a->ahead + 8));
-    for (; i + 32 <= count; i += 32) {
-        const uint8_t *b = base + i * type.width;
-        uint8_t *o = out + i * type.width;
-        uint32_t of[LANES], there[LANES];
-        __m256i classes = classes_avx2(b, type, a->lowest);
-        _mm256_storeu_si256((__m256i *)o, _mm256_loadu_si256((const __m256i *)b));
-        if (type.width == 2)
-            _mm256_storeu_si256((__m256i *)(o + 32), _mm256_loadu_si256((const __m256i *)(b + 32)));
-        for (int k = 0; k < CLASSES; k++) {
-            __m256i same = _mm256_cmpeq_epi8(classes, _mm256_set1_epi8((char)k));
-            of[k] = (uint32_t)_mm256_movemask_epi8(same);
-        }
-        __m256i low = _mm256_setr_epi32(__builtin_popcount(of[0]), __builtin_popcount(of[1]), __builtin_popcount(of[2]), __builtin_popcount(of[3]), __builtin_popcount(of[4]), __builtin_popcount(of[5]), __builtin_popcount(of[6]), __builtin_popcount(of[7]));
-        __m256i high = _mm256_setr_epi32(__builtin_popcount(of[8]), __builtin_popcount(of[9]), __builtin_popcount(of[10]), __builtin_popcount(of[11]), 0, 0, 0, 0);
-        uint32_t due = (uint32_t)_mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpgt_epi32(low, ahead_low)));
-        due |= (uint32_t)_mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpgt_epi32(high, ahead_high))) << 8;
+    __m256i low = load_avx2((const uint8_t *)a->ahead);
+    __m256i high = load_avx2((const uint8_t *)(a->ahead + 8));
+    for (; i + BLOCK <= count; i += BLOCK) {
+        const uint8_t *b = base + i * (size_t)type.width;
+        uint8_t *o = out + i * (size_t)type.width;
+        uint64_t of[LANES] = {0};
+        for (int j = 0; j < BLOCK * type.width; j += 32)
+            _mm256_storeu_si256((__m256i *)(o + j), load_avx2(b + j));
+        members_avx2(b, type, a->lowest, of);
+        __m256i low_sizes = sizes_avx2(of), high_sizes = sizes_avx2(of + 8);
+        __m256i low_due = _mm256_cmpgt_epi32(low_sizes, low), high_due = _mm256_cmpgt_epi32(high_sizes, high);
+        uint32_t due = (uint32_t)_mm256_movemask_ps(_mm256_castsi256_ps(low_due))
+                       | (uint32_t)_mm256_movemask_ps(_mm256_castsi256_ps(high_due)) << 8;
         if (due) {
-            _mm256_storeu_si256((__m256i *)a->ahead, ahead_low);
-            _mm256_storeu_si256((__m256i *)(a->ahead + 8), ahead_high);
-            _mm256_storeu_si256((__m256i *)there, low);
-            _mm256_storeu_si256((__m256i *)(there + 8), high);
-            apply_block_avx2(a, b, o, of, there, due, position + i, type);
-            ahead_low = _mm256_loadu_si256((const __m256i *)a->ahead);
-            ahead_high = _mm256_loadu_si256((const __m256i *)(a->ahead + 8));
+            _mm256_storeu_si256((__m256i *)a->ahead, low);
+            _mm256_storeu_si256((__m256i *)(a->ahead + 8), high);
+            apply_block_avx2(a, b, o, of, due, position + i, type);
+            low = load_avx2((const uint8_t *)a->ahead);
+            high = load_avx2((const uint8_t *)(a->ahead + 8));
         }
-        ahead_low = _mm256_sub_epi32(ahead_low, low);
-        ahead_high = _mm256_sub_epi32(ahead_high, high);
+        low = _mm256_sub_epi32(low, low_sizes);
+        high = _mm256_sub_epi32(high, high_sizes);
     }
-    _mm256_storeu_si256((__m256i *)a->ahead, ahead_low);
-    _mm256_storeu_si256((__m256i *)(a->ahead + 8), ahead_high);
+    _mm256_storeu_si256((__m256i *)a->ahead, low);
+    _mm256_storeu_si256((__m256i *)(a->ahead + 8), high);
     if (i < count)
-        apply_portable(a, base + i * type.width, out + i * type.width, count - i, position + i, type);
+        apply_portable(a, base + i * (size_t)type.width, out + i * (size_t)type.width, count - i,
+                       position + i, type);
 }
 
-AVX2 static void apply_bytes_avx2(Applier *a, const Segment *s, uint64_t position, Type type)
+AVX2 static void apply_segment_avx2(Applier *a, const Segment *s, uint64_t position, Type type)
 {
-    type.width = 1;
-    apply_avx2(a, s->base, s->out, s->count, position, type);
-}
-
-AVX2 static void apply_pairs_avx2(Applier *a, const Segment *s, uint64_t position, Type type)
-{
-    type.width = 2;
-    apply_avx2(a, s->base, s->out, s->count, position, type);
+    switch (type.width) {
+    case 1: type.width = 1; apply_avx2(a, s->base, s->out, s->count, position, type); break;
+    case 2: type.width = 2; apply_avx2(a, s->base, s->out, s->count, position, type); break;
+    default: type.width = 4; apply_avx2(a, s->base, s->out, s->count, position, type);
+    }
 }
 #endif
 
@@ -877,10 +944,8 @@ static void apply(Applier *a, const Segment *s, size_t segments)
     Type type = a->type;
     for (size_t i = 0; i < segments; i++) {
 #if HAVE_AVX2_PATH
-        if (use_avx2 && type.width == 1)
-            apply_bytes_avx2(a, &s[i], position, type);
-        else if (use_avx2 && type.width == 2)
-            apply_pairs_avx2(a, &s[i], position, type);
+        if (use_avx2 && type.width <= 4)
+            apply_segment_avx2(a, &s[i], position, type);
         else
 #endif
         switch (type.width) { /* a constant width makes a tight loop */
@@ -913,12 +978,21 @@ static int choose_lowest(const Segment *s, size_t segments, Type type)
     while (highest > 0 && (above += seen[highest]) < total / 5)
         highest--;
     int lowest = highest - (CLASSES - 2);
-    return lowest < 0 ? 0 : lowest > 255 && type.width <= 2 ? 255 : lowest;
+    return lowest < 0 ? 0 : lowest;
 }
 
 enum { HEAD = 3 };
 
-/* Return the coded bytes (malloc), or NULL; `*full` says that there are more changes than `most`. */
+static int all_same(const Segment *s, size_t segments, Type type)
+{
+    for (size_t i = 0; i < segments; i++)
+        if (memcmp(s[i].base, s[i].next, s[i].count * (size_t)type.width) != 0)
+            return 0;
+    return 1;
+}
+
+/* Return the coded bytes (malloc), none for no change, or NULL; `*full` says that there are more changes
+ * than `most`. */
 static uint8_t *encode(const Segment *s, size_t segments, Type type, size_t most, size_t *length, int *full)
 {
     Finder f;
@@ -926,6 +1000,10 @@ static uint8_t *encode(const Segment *s, size_t segments, Type type, size_t most
     memset(&f, 0, sizeof f);
     memset(&w, 0, sizeof w);
     f.most = most;
+    *length = 0;
+    *full = 0;
+    if (all_same(s, segments, type))
+        return malloc(1);
     int lowest = choose_lowest(s, segments, type);
     uint64_t elements = 0;
     for (size_t i = 0; i < segments; i++)
@@ -961,7 +1039,7 @@ static uint8_t *encode(const Segment *s, size_t segments, Type type, size_t most
 /* Return 0, or -1 without memory, or 1 for bytes that encode never wrote. */
 static int decode(const uint8_t *bytes, size_t length, const Segment *s, size_t segments, Type type)
 {
-    if (length < HEAD + 4)
+    if (length < HEAD + 4 || (bytes[0] | (uint64_t)bytes[1] << 8) > type.mask)
         return 1;
     Model *m = malloc(sizeof *m);
     if (m == NULL)
@@ -1011,28 +1089,214 @@ static inline uint64_t from_plane(const uint8_t *base, uint64_t value, Type type
     return from_order(to_order(load(base, type.width), type) + d, type);
 }
 
-static inline void split_segment(const Segment *s, uint8_t *planes, size_t size, Type type)
+enum { WIDEST = 8 };
+
+typedef struct {
+    uint8_t *at[WIDEST]; /* written by split, read by merge; the lowest byte first */
+} Planes;
+
+static inline void split_portable(const Segment *s, const Planes *p, size_t from, Type type)
 {
-    for (size_t j = 0; j < s->count; j++) {
+    for (size_t j = from; j < s->count; j++) {
         size_t at = j * (size_t)type.width;
         uint64_t v = to_plane(s->base ? s->base + at : NULL, s->next + at, type);
         for (int k = 0; k < type.width; k++)
-            planes[(size_t)k * size + j] = (uint8_t)(v >> (8 * k));
+            p->at[k][j] = (uint8_t)(v >> (8 * k));
     }
 }
 
-static inline void merge_segment(const Segment *s, const uint8_t *planes, size_t size, Type type)
+static inline void merge_portable(const Segment *s, const Planes *p, size_t from, Type type)
 {
-    for (size_t j = 0; j < s->count; j++) {
+    for (size_t j = from; j < s->count; j++) {
         size_t at = j * (size_t)type.width;
         uint64_t v = 0;
         for (int k = 0; k < type.width; k++)
-            v |= (uint64_t)planes[(size_t)k * size + j] << (8 * k);
+            v |= (uint64_t)p->at[k][j] << (8 * k);
         store(s->out + at, type.width, from_plane(s->base ? s->base + at : NULL, v, type));
     }
 }
 
-/* Constant widths make tight loops. */
+#if HAVE_AVX2_PATH
+/* The functions above on vectors of elements of 1, 2 or 4 bytes. */
+#define VECTOR AVX2 static inline __attribute__((always_inline)) __m256i
+
+VECTOR ones_of(int width)
+{
+    return width == 1 ? _mm256_set1_epi8(1) : width == 2 ? _mm256_set1_epi16(1) : _mm256_set1_epi32(1);
+}
+
+VECTOR top_of(int width)
+{
+    return width == 1   ? _mm256_set1_epi8((char)0x80)
+           : width == 2 ? _mm256_set1_epi16((short)0x8000)
+                        : _mm256_set1_epi32((int)0x80000000u);
+}
+
+VECTOR add_of(__m256i a, __m256i b, int width)
+{
+    return width == 1 ? _mm256_add_epi8(a, b) : width == 2 ? _mm256_add_epi16(a, b) : _mm256_add_epi32(a, b);
+}
+
+VECTOR sub_of(__m256i a, __m256i b, int width)
+{
+    return width == 1 ? _mm256_sub_epi8(a, b) : width == 2 ? _mm256_sub_epi16(a, b) : _mm256_sub_epi32(a, b);
+}
+
+/* All ones where the highest bit is set. */
+VECTOR negative_of(__m256i a, int width)
+{
+    return width == 1   ? _mm256_cmpgt_epi8(_mm256_setzero_si256(), a)
+           : width == 2 ? _mm256_srai_epi16(a, 15)
+                        : _mm256_srai_epi32(a, 31);
+}
+
+VECTOR half_of(__m256i a, int width)
+{
+    return width == 1   ? _mm256_and_si256(_mm256_srli_epi16(a, 1), _mm256_set1_epi8(0x7f))
+           : width == 2 ? _mm256_srli_epi16(a, 1)
+                        : _mm256_srli_epi32(a, 1);
+}
+
+VECTOR to_order_of(__m256i bits, Type type)
+{
+    __m256i top = top_of(type.width);
+    if (!type.is_float)
+        return _mm256_xor_si256(bits, top);
+    return _mm256_xor_si256(bits, _mm256_or_si256(negative_of(bits, type.width), top));
+}
+
+VECTOR from_order_of(__m256i order, Type type)
+{
+    __m256i top = top_of(type.width);
+    if (!type.is_float)
+        return _mm256_xor_si256(order, top);
+    __m256i positive = negative_of(order, type.width);
+    return _mm256_xor_si256(order, _mm256_or_si256(_mm256_andnot_si256(positive, _mm256_set1_epi8(-1)), top));
+}
+
+VECTOR to_plane_of(const uint8_t *base, const uint8_t *next, Type type)
+{
+    __m256i bits = load_avx2(next);
+    if (base == NULL && !type.is_float)
+        return bits;
+    if (base == NULL) /* the sign, all ones, subtracted: one added */
+        return sub_of(add_of(bits, bits, type.width), negative_of(bits, type.width), type.width);
+    __m256i d = sub_of(to_order_of(bits, type), to_order_of(load_avx2(base), type), type.width);
+    return _mm256_xor_si256(add_of(d, d, type.width), negative_of(d, type.width));
+}
+
+VECTOR from_plane_of(const uint8_t *base, __m256i v, Type type)
+{
+    __m256i odd = _mm256_and_si256(v, ones_of(type.width));
+    odd = sub_of(_mm256_setzero_si256(), odd, type.width);
+    if (base == NULL && !type.is_float)
+        return v;
+    __m256i half = half_of(v, type.width);
+    if (base == NULL)
+        return _mm256_or_si256(half, _mm256_and_si256(odd, top_of(type.width)));
+    __m256i d = _mm256_xor_si256(half, odd);
+    return from_order_of(add_of(to_order_of(load_avx2(base), type), d, type.width), type);
+}
+
+#define SAVE(at, v) _mm256_storeu_si256((__m256i *)(at), v)
+
+AVX2 static inline __attribute__((always_inline)) size_t
+split_avx2(const Segment *s, const Planes *p, Type type)
+{
+    const int width = type.width;
+    size_t j = 0;
+    for (; j + 32 <= s->count; j += 32) {
+        const uint8_t *n = s->next + j * (size_t)width, *b = s->base ? s->base + j * (size_t)width : NULL;
+        __m256i v[4];
+        for (int k = 0; k < width; k++)
+            v[k] = to_plane_of(b ? b + 32 * k : NULL, n + 32 * k, type);
+        if (width == 1) {
+            SAVE(p->at[0] + j, v[0]);
+        } else if (width == 2) {
+            const __m256i byte = _mm256_set1_epi16(0xff);
+            __m256i low = _mm256_packus_epi16(_mm256_and_si256(v[0], byte), _mm256_and_si256(v[1], byte));
+            __m256i high = _mm256_packus_epi16(_mm256_srli_epi16(v[0], 8), _mm256_srli_epi16(v[1], 8));
+            SAVE(p->at[0] + j, _mm256_permute4x64_epi64(low, 0xd8));
+            SAVE(p->at[1] + j, _mm256_permute4x64_epi64(high, 0xd8));
+        } else {
+            const __m256i byte = _mm256_set1_epi32(0xff);
+            for (int k = 0; k < 4; k++) {
+                __m256i a = _mm256_and_si256(_mm256_srli_epi32(v[0], 8 * k), byte);
+                __m256i c = _mm256_and_si256(_mm256_srli_epi32(v[1], 8 * k), byte);
+                __m256i d = _mm256_and_si256(_mm256_srli_epi32(v[2], 8 * k), byte);
+                __m256i e = _mm256_and_si256(_mm256_srli_epi32(v[3], 8 * k), byte);
+                a = _mm256_packus_epi16(_mm256_packus_epi32(a, c), _mm256_packus_epi32(d, e));
+                SAVE(p->at[k] + j, _mm256_permutevar8x32_epi32(a, PACKED_FOURS));
+            }
+        }
+    }
+    return j;
+}
+
+AVX2 static inline __attribute__((always_inline)) size_t
+merge_avx2(const Segment *s, const Planes *p, Type type)
+{
+    const int width = type.width;
+    size_t j = 0;
+    for (; j + 32 <= s->count; j += 32) {
+        const uint8_t *b = s->base ? s->base + j * (size_t)width : NULL;
+        uint8_t *o = s->out + j * (size_t)width;
+        __m256i v[4], q[4];
+        for (int k = 0; k < width; k++)
+            q[k] = load_avx2(p->at[k] + j);
+        if (width == 1) {
+            v[0] = q[0];
+        } else if (width == 2) {
+            q[0] = _mm256_permute4x64_epi64(q[0], 0xd8);
+            q[1] = _mm256_permute4x64_epi64(q[1], 0xd8);
+            v[0] = _mm256_unpacklo_epi8(q[0], q[1]);
+            v[1] = _mm256_unpackhi_epi8(q[0], q[1]);
+        } else {
+            for (int k = 0; k < 4; k++)
+                q[k] = _mm256_permutevar8x32_epi32(q[k], UNPACKED_FOURS);
+            __m256i a = _mm256_unpacklo_epi8(q[0], q[1]), c = _mm256_unpackhi_epi8(q[0], q[1]);
+            __m256i d = _mm256_unpacklo_epi8(q[2], q[3]), e = _mm256_unpackhi_epi8(q[2], q[3]);
+            v[0] = _mm256_unpacklo_epi16(a, d);
+            v[1] = _mm256_unpackhi_epi16(a, d);
+            v[2] = _mm256_unpacklo_epi16(c, e);
+            v[3] = _mm256_unpackhi_epi16(c, e);
+        }
+        for (int k = 0; k < width; k++)
+            SAVE(o + 32 * k, from_plane_of(b ? b + 32 * k : NULL, v[k], type));
+    }
+    return j;
+}
+
+/* Constants for width and sort make tight loops. */
+#define BY_VECTORS(call)                                                                            \
+    if (type.is_float) {                                                                            \
+        type.is_float = 1;                                                                          \
+        switch (type.width) {                                                                       \
+        case 1: type.width = 1; return call;                                                        \
+        case 2: type.width = 2; return call;                                                        \
+        case 4: type.width = 4; return call;                                                        \
+        default: return 0;                                                                          \
+        }                                                                                           \
+    }                                                                                               \
+    type.is_float = 0;                                                                              \
+    switch (type.width) {                                                                           \
+    case 1: type.width = 1; return call;                                                            \
+    case 2: type.width = 2; return call;                                                            \
+    case 4: type.width = 4; return call;                                                            \
+    default: return 0;                                                                              \
+    }
+
+AVX2 static size_t split_segment_avx2(const Segment *s, const Planes *p, Type type)
+{
+    BY_VECTORS(split_avx2(s, p, type))
+}
+
+AVX2 static size_t merge_segment_avx2(const Segment *s, const Planes *p, Type type)
+{
+    BY_VECTORS(merge_avx2(s, p, type))
+}
+#endif
+
 #define BY_WIDTH(call)                                                                              \
     switch (type.width) {                                                                           \
     case 1: type.width = 1; call; break;                                                            \
@@ -1041,16 +1305,34 @@ static inline void merge_segment(const Segment *s, const uint8_t *planes, size_t
     default: type.width = 8; call;                                                                  \
     }
 
-static void split_planes(const Segment *s, size_t segments, uint8_t *planes, size_t size, Type type)
+static void split_segment(const Segment *s, const Planes *p, Type type)
 {
-    for (size_t i = 0; i < segments; planes += s[i].count, i++)
-        BY_WIDTH(split_segment(&s[i], planes, size, type))
+    size_t done = 0;
+#if HAVE_AVX2_PATH
+    if (use_avx2)
+        done = split_segment_avx2(s, p, type);
+#endif
+    BY_WIDTH(split_portable(s, p, done, type))
 }
 
-static void merge_planes(const Segment *s, size_t segments, const uint8_t *planes, size_t size, Type type)
+static void merge_segment(const Segment *s, const Planes *p, Type type)
 {
-    for (size_t i = 0; i < segments; planes += s[i].count, i++)
-        BY_WIDTH(merge_segment(&s[i], planes, size, type))
+    size_t done = 0;
+#if HAVE_AVX2_PATH
+    if (use_avx2)
+        done = merge_segment_avx2(s, p, type);
+#endif
+    BY_WIDTH(merge_portable(s, p, done, type))
+}
+
+static void do_planes(const Segment *s, size_t segments, Planes p, Type type,
+                      void (*one)(const Segment *, const Planes *, Type))
+{
+    for (size_t i = 0; i < segments; i++) {
+        one(&s[i], &p, type);
+        for (int k = 0; k < type.width; k++)
+            p.at[k] += s[i].count;
+    }
 }
 
 /* --- Python ------------------------------------------------------------------------------------------ */
@@ -1094,9 +1376,11 @@ static int take(Segments *g, PyObject *list, int type, int writable)
         return -1;
     }
     g->type = TYPE[type];
-    Py_ssize_t count = PyList_Size(list);
-    if (count < 0)
+    if (!PyList_Check(list)) {
+        PyErr_SetString(PyExc_TypeError, "segments are a list");
         return -1;
+    }
+    Py_ssize_t count = PyList_Size(list);
     g->s = calloc((size_t)count + 1, sizeof *g->s);
     g->held = calloc(2 * (size_t)count + 1, sizeof *g->held);
     if (g->s == NULL || g->held == NULL) {
@@ -1107,9 +1391,12 @@ static int take(Segments *g, PyObject *list, int type, int writable)
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject *base, *other, *item = PyList_GetItem(list, i);
         Py_ssize_t base_offset, other_offset, elements;
-        if (item == NULL
-            || !PyArg_ParseTuple(item, "OnOnn", &base, &base_offset, &other, &other_offset, &elements))
+        if (item == NULL || !PyTuple_Check(item)
+            || !PyArg_ParseTuple(item, "OnOnn", &base, &base_offset, &other, &other_offset, &elements)) {
+            if (!PyErr_Occurred())
+                PyErr_SetString(PyExc_TypeError, "a segment is a tuple");
             goto failed;
+        }
         if (elements < 0 || elements >= (1 << 29) || g->elements + (size_t)elements >= (1 << 29)) {
             PyErr_SetString(PyExc_ValueError, "too many elements");
             goto failed;
@@ -1147,7 +1434,7 @@ static int need_bases(const Segments *g)
 
 PyDoc_STRVAR(encode_doc,
 "encode_changes(type, segments, most, /)\n--\n\n"
-"Return what changed, coded; None if more than `most` elements did.\n\n"
+"Return what changed, coded; nothing for no change, None if more than `most` elements changed.\n\n"
 "Segments are (base, base offset, new, new offset, elements); offsets in bytes.");
 
 static PyObject *py_encode(PyObject *self, PyObject *args)
@@ -1216,7 +1503,7 @@ static PyObject *py_decode(PyObject *self, PyObject *args)
 
 PyDoc_STRVAR(split_doc,
 "split_planes(type, segments, planes, /)\n--\n\n"
-"Write elements (or their difference to the base) as byte planes, the lowest byte first.");
+"Write elements (or their difference to the base) as byte planes, a buffer each, the lowest byte first.");
 
 PyDoc_STRVAR(merge_doc,
 "merge_planes(type, segments, planes, /)\n--\n\n"
@@ -1224,33 +1511,39 @@ PyDoc_STRVAR(merge_doc,
 
 static PyObject *planes(PyObject *args, int split)
 {
-    int type;
-    PyObject *list, *buffer;
-    Py_buffer view;
+    int type, held = 0;
+    PyObject *list, *buffers, *result = NULL;
+    Py_buffer views[WIDEST];
+    Planes p;
     Segments g;
-    if (!PyArg_ParseTuple(args, "iOO", &type, &list, &buffer))
+    if (!PyArg_ParseTuple(args, "iOO", &type, &list, &buffers) || take(&g, list, type, !split) < 0)
         return NULL;
-    if (PyObject_GetBuffer(buffer, &view, split ? PyBUF_WRITABLE : PyBUF_SIMPLE) < 0)
-        return NULL;
-    if (take(&g, list, type, !split) < 0) {
-        PyBuffer_Release(&view);
-        return NULL;
+    if (!PyList_Check(buffers) || PyList_Size(buffers) != g.type.width) {
+        PyErr_SetString(PyExc_ValueError, "planes are a list of as many buffers as elements have bytes");
+        goto done;
     }
-    if ((size_t)view.len != g.elements * (size_t)g.type.width) {
-        release(&g);
-        PyBuffer_Release(&view);
-        PyErr_SetString(PyExc_ValueError, "planes have another size");
-        return NULL;
+    for (; held < g.type.width; held++) {
+        PyObject *buffer = PyList_GetItem(buffers, held);
+        if (buffer == NULL
+            || PyObject_GetBuffer(buffer, &views[held], split ? PyBUF_WRITABLE : PyBUF_SIMPLE) < 0)
+            goto done;
+        p.at[held] = views[held].buf;
+        if ((size_t)views[held].len != g.elements) {
+            PyErr_SetString(PyExc_ValueError, "a plane has another size");
+            held++;
+            goto done;
+        }
     }
     Py_BEGIN_ALLOW_THREADS
-    if (split)
-        split_planes(g.s, g.count, view.buf, g.elements, g.type);
-    else
-        merge_planes(g.s, g.count, view.buf, g.elements, g.type);
+    do_planes(g.s, g.count, p, g.type, split ? split_segment : merge_segment);
     Py_END_ALLOW_THREADS
+    Py_INCREF(Py_None);
+    result = Py_None;
+done:
+    while (held > 0)
+        PyBuffer_Release(&views[--held]);
     release(&g);
-    PyBuffer_Release(&view);
-    Py_RETURN_NONE;
+    return result;
 }
 
 static PyObject *py_split(PyObject *self, PyObject *args)

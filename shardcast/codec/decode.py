@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from shardcast.codec import kernel, planes
 from shardcast.codec.encode import BaseReader
-from shardcast.codec.frame import Group, Mode, Segment, read_frame
+from shardcast.codec.frame import Frame, Group, Mode, Segment, read_frame
 from shardcast.errors import MalformedError
+
+if TYPE_CHECKING:
+    from shardcast.codec._kernel import Segment as KernelSegment
 
 
 def decode_frame(data: bytes | memoryview, target_bytes: int, base: BaseReader) -> bytearray:
@@ -18,23 +23,34 @@ def decode_frame(data: bytes | memoryview, target_bytes: int, base: BaseReader) 
 
     Raises:
         MalformedError: If it is no frame, or asks for a range that the base has not.
+        LimitError: If it has more parts than frames have.
     """
-    frame = read_frame(data, target_bytes)
+    frame = read_frame(data, target_bytes)  # before so much is allocated
     out = bytearray(target_bytes)
-    view = memoryview(out)
-    starts: list[int] = []
+    _decode(frame, base, memoryview(out))
+    return out
+
+
+def decode_frame_into(data: bytes | memoryview, out: memoryview, base: BaseReader) -> None:
+    """Rebuild all bytes of ``out``, which may be a buffer that is used again and again.
+
+    After an error ``out`` holds anything.
+
+    Raises:
+        MalformedError: If it is no frame, or asks for a range that the base has not.
+        LimitError: If it has more parts than frames have.
+    """
+    _decode(read_frame(data, len(out)), base, out)
+
+
+def _decode(frame: Frame, base: BaseReader, out: memoryview) -> None:
+    of_group: list[list[tuple[int, Segment]]] = [[] for _ in frame.groups]
     at = 0
     for segment in frame.segments:
-        starts.append(at)
+        of_group[segment.group].append((at, segment))
         at += segment.length
-    for index, group in enumerate(frame.groups):
-        mine = [
-            (start, segment)
-            for start, segment in zip(starts, frame.segments, strict=True)
-            if segment.group == index
-        ]
-        _decode_group(group, mine, base, view)
-    return out
+    for group, segments in zip(frame.groups, of_group, strict=True):
+        _decode_group(group, segments, base, out)
 
 
 def _decode_group(
@@ -48,7 +64,7 @@ def _decode_group(
         None if s.base is None else base.range(s.base.file, s.base.offset, s.length)
         for _, s in segments
     ]
-    ranges = [
+    ranges: list[KernelSegment] = [
         (old, 0, out, start, segment.length // width)
         for old, (start, segment) in zip(olds, segments, strict=True)
     ]
@@ -56,7 +72,8 @@ def _decode_group(
         case Mode.SAME:
             if len(group.payload):
                 raise MalformedError("a group that equals its base has a payload")
-            _scatter(b"".join(old for old in olds if old is not None), segments, out)
+            for old, (start, segment) in zip(olds, segments, strict=True):
+                out[start : start + segment.length] = old or b""
         case Mode.CHANGES:
             try:
                 kernel.decode_changes(group.type, ranges, group.payload)
@@ -71,13 +88,11 @@ def _decode_group(
         case Mode.ZSTD:
             _scatter(planes.decompress(group.payload, length), segments, out)
         case Mode.ZSTD_BASE:
-            old = memoryview(b"".join(old for old in olds if old is not None))
-            _scatter(planes.decompress(group.payload, length, old), segments, out)
+            old_bytes = memoryview(b"".join(old for old in olds if old is not None))
+            _scatter(planes.decompress(group.payload, length, old_bytes), segments, out)
         case Mode.DIFFERENCES | Mode.PLANES:
             merged = planes.unpack(group.payload, width, length // width)
             kernel.merge_planes(group.type, ranges, merged)
-        case _:
-            raise MalformedError(f"a frame has a group of mode {group.mode}")
 
 
 def _scatter(

@@ -2,22 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from shardcast.codec import kernel, planes
 from shardcast.codec.elements import ElementType
-from shardcast.codec.frame import BaseRange, Group, Mode, Segment, write_frame
+from shardcast.codec.frame import (
+    MAX_FRAME_BYTES,
+    MAX_SEGMENTS,
+    BaseRange,
+    Group,
+    Mode,
+    Segment,
+    write_frame,
+)
 
-_FEW: Final = 4
-"""Changes are listed where at most one element in so many changed; beyond that planes are smaller."""
+if TYPE_CHECKING:
+    from shardcast.codec._kernel import Segment as KernelSegment
 
-_TEXT_BYTES: Final = 1 << 20
-"""So many bytes that are no numbers may be a header or a text, in which things move."""
+_SPARSE: Final = 16
+"""Changes of at most one element in so many are listed without another look."""
 
-_DENSE: Final = 8
-"""Lists that take more than this share of the bytes are compared with planes."""
+_SURE: Final = 64
+"""A list that takes at most this share of the bytes is taken: nothing else comes near."""
+
+_MOST_CHANGES: Final = 1 << 20
+"""Longer lists are cut, which bounds the encoder's memory: about 45 bytes for a change."""
+
+_SAMPLE_BLOCK: Final = 64 << 10
+_SAMPLE_EVERY: Final = 16
+"""Where it is open which way is the shortest, each is tried on one block in so many."""
+
+_CLOSE: Final = 1.1
+"""Ways that need at most so much more than the best, by the sample, are tried on everything."""
+
+_SMALL_TEXT: Final = 1 << 20
+"""Texts up to this size are compressed thoroughly."""
 
 
 class BaseReader(Protocol):
@@ -40,21 +61,89 @@ class Piece:
         length: How many.
         type: What they are.
         base: Where the base has their predecessors, None if nowhere.
+        text: They are no numbers but a header or a text, in which things move.
     """
 
     length: int
     type: ElementType = ElementType.BYTES
     base: BaseRange | None = None
+    text: bool = False
 
 
-@dataclass(slots=True)
-class _Collected:
-    """The pieces of one group: of one type, all with a base or all without."""
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Consecutive bytes of the new version, and of the base."""
 
+    start: int
+    length: int
+    base: BaseRange | None
+    old: memoryview | None
+
+    def part(self, skip: int, length: int) -> _Run:
+        """Return ``length`` bytes of it from ``skip`` on."""
+        if self.base is None or self.old is None:
+            return _Run(self.start + skip, length, None, None)
+        base = BaseRange(self.base.file, self.base.offset + skip)
+        return _Run(self.start + skip, length, base, self.old[skip : skip + length])
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What is coded together: runs of one type, all with a base or all without."""
+
+    new: memoryview
     type: ElementType
     based: bool
-    ranges: list[tuple[memoryview | None, int, memoryview, int, int]]
-    length: int = 0
+    text: bool
+    runs: list[_Run]
+
+    @property
+    def length(self) -> int:
+        return sum(run.length for run in self.runs)
+
+    def with_runs(self, runs: list[_Run]) -> _Part:
+        return _Part(self.new, self.type, self.based, self.text, runs)
+
+    def segments(self, *, based: bool) -> list[KernelSegment]:
+        """Return them as the kernel takes them."""
+        width = self.type.width
+        return [
+            (run.old if based else None, 0, self.new, run.start, run.length // width)
+            for run in self.runs
+        ]
+
+    def joined(self) -> bytes:
+        return b"".join(self.new[run.start : run.start + run.length] for run in self.runs)
+
+    def joined_base(self) -> memoryview:
+        return memoryview(b"".join(run.old for run in self.runs if run.old is not None))
+
+    def between(self, low: int, high: int) -> list[_Run]:
+        """Return the bytes from ``low`` to ``high``, counted through all runs."""
+        found, at = [], 0
+        for run in self.runs:
+            first, last = max(low - at, 0), min(high - at, run.length)
+            if first < last:
+                found.append(run.part(first, last - first))
+            at += run.length
+        return found
+
+    def halves(self) -> tuple[_Part, _Part]:
+        middle = self.length // self.type.width // 2 * self.type.width
+        return (
+            self.with_runs(self.between(0, middle)),
+            self.with_runs(self.between(middle, self.length)),
+        )
+
+    def sample(self) -> _Part:
+        """Return one block in sixteen; everything where that is little."""
+        length = self.length
+        if self.text or length < 8 * _SAMPLE_BLOCK:
+            return self
+        step = _SAMPLE_EVERY * _SAMPLE_BLOCK
+        starts = range(min(step, length) // 2 // _SAMPLE_BLOCK * _SAMPLE_BLOCK, length, step)
+        runs = [run for at in starts for run in self.between(at, at + _SAMPLE_BLOCK)]
+        return self.with_runs(runs)
 
 
 def encode_frame(new: memoryview, pieces: Sequence[Piece], base: BaseReader) -> bytes:
@@ -62,82 +151,126 @@ def encode_frame(new: memoryview, pieces: Sequence[Piece], base: BaseReader) -> 
 
     Args:
         new: At most MAX_FRAME_BYTES.
-        pieces: They fill ``new``; a piece that is no multiple of its type's width is bytes.
+        pieces: They fill ``new``; each is a whole number of its elements.
         base: What they start from.
 
     Raises:
         MalformedError: If the base lacks a range.
+        ValueError: If the pieces do not fill ``new``, or end within an element.
     """
-    collected: dict[tuple[ElementType, bool], _Collected] = {}
-    segments: list[Segment] = []
-    order: list[tuple[ElementType, bool]] = []
+    if sum(piece.length for piece in pieces) != len(new) or len(new) > MAX_FRAME_BYTES:
+        raise ValueError(f"pieces do not fill {len(new)} bytes of a frame")
+    if any(piece.length % piece.type.width for piece in pieces):
+        raise ValueError("a piece ends within an element")
+    groups: list[Group] = []
+    segments: list[tuple[int, Segment]] = []
+    for part in _parts(new, pieces, base):
+        for group, coded in _encode(part):
+            based = group.mode.based
+            segments += [
+                (run.start, Segment(run.length, len(groups), run.base if based else None))
+                for run in coded.runs
+            ]
+            groups.append(group)
+    segments.sort(key=lambda entry: entry[0])
+    merged = _merged([segment for _, segment in segments])
+    if len(merged) > MAX_SEGMENTS and len(pieces) > 1:
+        # Tensors of a few bytes each: telling where they come from costs more than they do.
+        return encode_frame(new, [Piece(len(new))], base)
+    return write_frame(groups, merged)
+
+
+def _parts(new: memoryview, pieces: Sequence[Piece], base: BaseReader) -> list[_Part]:
+    parts: dict[tuple[ElementType, bool, bool], _Part] = {}
     at = 0
     for piece in pieces:
-        key = (piece.type, piece.base is not None)
-        if key not in collected:
-            collected[key] = _Collected(piece.type, key[1], [])
-            order.append(key)
-        group = collected[key]
-        old = (
-            None
-            if piece.base is None
-            else base.range(piece.base.file, piece.base.offset, piece.length)
-        )
-        group.ranges.append((old, 0, new, at, piece.length // piece.type.width))
-        group.length += piece.length
-        segments.append(Segment(piece.length, order.index(key), piece.base))
+        if not piece.length:
+            continue
+        key = (piece.type, piece.base is not None, piece.text)
+        old = None
+        if piece.base is not None:
+            old = base.range(piece.base.file, piece.base.offset, piece.length)
+        part = parts.setdefault(key, _Part(new, *key, []))
+        part.runs.append(_Run(at, piece.length, piece.base, old))
         at += piece.length
-    groups = [_encode_group(collected[key]) for key in order]
-    return write_frame(groups, _merged(segments, groups))
+    return list(parts.values())
 
 
-def _encode_group(group: _Collected) -> Group:
-    candidates: list[Callable[[], Group]] = []
-    if group.based:
-        if kernel.encode_changes(group.type, group.ranges, 0) is not None:
-            return Group(Mode.SAME, group.type, b"")
-        elements = sum(entry[4] for entry in group.ranges)
-        changes = kernel.encode_changes(group.type, group.ranges, elements // _FEW)
+def _encode(part: _Part) -> list[tuple[Group, _Part]]:
+    """Return the shortest way to tell a part; long lists of changes in several groups."""
+    known: dict[Mode, bytes] = {}
+    if part.based:
+        most = part.length // part.type.width // _SPARSE
+        changes = kernel.encode_changes(part.type, part.segments(based=True), most)
         if changes is not None:
-            found = Group(Mode.CHANGES, group.type, changes)
-            if len(changes) * _DENSE <= group.length:
-                return found
-            candidates.append(lambda: found)
-        candidates.append(lambda: _planes(Mode.DIFFERENCES, group, group.ranges))
-        if group.type is ElementType.BYTES and group.length <= _TEXT_BYTES:
-            candidates.append(lambda: _text(group))
-    bare = [(None, 0, new, at, count) for _, _, new, at, count in group.ranges]
-    candidates.append(lambda: _planes(Mode.PLANES, group, bare))
-    if group.type is ElementType.BYTES:
-        candidates.append(lambda: Group(Mode.ZSTD, group.type, planes.compress(_joined(group))))
-    candidates.append(lambda: Group(Mode.RAW, group.type, _joined(group)))
-    return min((make() for make in candidates), key=lambda made: len(made.payload))
+            if not changes:
+                return [(Group(Mode.SAME, part.type, b""), part)]
+            if len(changes) * _SURE <= part.length:
+                return [(Group(Mode.CHANGES, part.type, changes), part)]
+            known[Mode.CHANGES] = changes
+    promising = _promising(part, known)
+    if Mode.CHANGES in promising and Mode.CHANGES not in known:
+        changes = kernel.encode_changes(part.type, part.segments(based=True), _MOST_CHANGES)
+        if changes is None:
+            first, second = part.halves()
+            return _encode(first) + _encode(second)
+        known[Mode.CHANGES] = changes
+    for mode in promising:
+        if mode not in known:
+            known[mode] = _payload(mode, part)
+    best = min(known, key=lambda mode: len(known[mode]))
+    if len(known[best]) >= part.length:
+        best, known[Mode.RAW] = Mode.RAW, part.joined()
+    return [(Group(best, part.type, known[best]), part)]
 
 
-def _planes(
-    mode: Mode, group: _Collected, ranges: list[tuple[memoryview | None, int, memoryview, int, int]]
-) -> Group:
-    split = bytearray(group.length)
-    kernel.split_planes(group.type, ranges, split)
-    return Group(mode, group.type, planes.pack(split, group.type.width))
+def _promising(part: _Part, known: dict[Mode, bytes]) -> list[Mode]:
+    """Return the ways that may be the shortest, by a sample; adds to ``known`` what is found."""
+    modes = [Mode.PLANES]
+    if part.based:
+        modes += [Mode.CHANGES, Mode.DIFFERENCES]
+    if part.text:
+        modes.append(Mode.ZSTD_BASE if part.based else Mode.ZSTD)
+    sample = part.sample()
+    share = sample.length / part.length
+    sizes: dict[Mode, float] = {}
+    for mode in modes:
+        if mode in known:
+            sizes[mode] = len(known[mode]) * share
+            continue
+        if mode is Mode.CHANGES and sample.length // sample.type.width > _MOST_CHANGES:
+            continue
+        payload = _payload(mode, sample)
+        sizes[mode] = len(payload)
+        if sample is part:
+            known[mode] = payload
+    limit = min(sizes.values()) * _CLOSE + _SAMPLE_EVERY
+    return [mode for mode, size in sizes.items() if size <= limit]
 
 
-def _text(group: _Collected) -> Group:
-    old = b"".join(entry[0][: entry[4]] for entry in group.ranges if entry[0] is not None)
-    return Group(Mode.ZSTD_BASE, group.type, planes.compress(_joined(group), memoryview(old)))
+def _payload(mode: Mode, part: _Part) -> bytes:
+    elements = part.length // part.type.width
+    match mode:
+        case Mode.CHANGES:
+            changes = kernel.encode_changes(part.type, part.segments(based=True), elements)
+            assert changes is not None
+            return changes
+        case Mode.ZSTD:
+            return planes.compress(part.joined(), thorough=part.length <= _SMALL_TEXT)
+        case Mode.ZSTD_BASE:
+            small = part.length <= _SMALL_TEXT
+            return planes.compress(part.joined(), part.joined_base(), thorough=small)
+        case _:
+            split = [bytearray(elements) for _ in range(part.type.width)]
+            based = mode is Mode.DIFFERENCES
+            kernel.split_planes(part.type, part.segments(based=based), split)
+            return planes.pack(split)
 
 
-def _joined(group: _Collected) -> bytes:
-    width = group.type.width
-    return b"".join(new[at : at + count * width] for _, _, new, at, count in group.ranges)
-
-
-def _merged(segments: Sequence[Segment], groups: Sequence[Group]) -> list[Segment]:
+def _merged(segments: Sequence[Segment]) -> list[Segment]:
     """Join neighbours that belong to one group and lie together in the base, too."""
     joined: list[Segment] = []
     for segment in segments:
-        if not groups[segment.group].mode.based:
-            segment = Segment(segment.length, segment.group, None)
         last = joined[-1] if joined else None
         if last is not None and last.group == segment.group and _follows(last, segment):
             joined[-1] = Segment(last.length + segment.length, last.group, last.base)

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import zstandard
 
 from shardcast.errors import MalformedError
 
-_WORTH: Final = 0.98
-"""A plane is compressed if it shrinks to this: decompressing costs time, too."""
+_WORTH: Final = 1024
+"""A plane is compressed if that saves one byte in so many: decompressing costs time, too."""
 
-_LEVEL: Final = 1
+_FAST: Final = 1
+_THOROUGH: Final = 12
 
 
-def compress(data: bytes | bytearray | memoryview, base: memoryview | None = None) -> bytes:
+def compress(
+    data: bytes | bytearray | memoryview, base: memoryview | None = None, *, thorough: bool = False
+) -> bytes:
     """Return data compressed, with what ``base`` holds known on both sides."""
-    dictionary = None if base is None else _dictionary(base)
-    level = _LEVEL if base is None else 9
     return zstandard.ZstdCompressor(
-        level=level, dict_data=dictionary, write_checksum=False, write_dict_id=False
+        level=_THOROUGH if thorough else _FAST,
+        dict_data=None if base is None else _dictionary(base),
+        write_checksum=False,
+        write_dict_id=False,
     ).compress(data)
 
 
@@ -51,22 +56,19 @@ def _dictionary(base: memoryview) -> zstandard.ZstdCompressionDict | None:
     return zstandard.ZstdCompressionDict(bytes(base), dict_type=zstandard.DICT_TYPE_RAWCONTENT)
 
 
-def pack(planes: bytearray, width: int) -> bytes:
-    """Return ``width`` planes of equal length, each with a flag and its length before it."""
-    size = len(planes) // width
-    view = memoryview(planes)
-    packed: list[bytes | memoryview] = []
-    for index in range(width):
-        plane = view[index * size : (index + 1) * size]
+def pack(planes: Sequence[bytes | bytearray]) -> bytes:
+    """Return planes of equal length, each with a flag and its length before it."""
+    packed: list[bytes | bytearray] = []
+    for plane in planes:
         smaller = compress(plane)
-        if len(smaller) <= _WORTH * size:
+        if len(smaller) < len(plane) - len(plane) // _WORTH:
             packed += [b"\1" + len(smaller).to_bytes(4, "little"), smaller]
         else:
-            packed += [b"\0" + size.to_bytes(4, "little"), plane]
+            packed += [b"\0" + len(plane).to_bytes(4, "little"), plane]
     return b"".join(packed)
 
 
-def unpack(data: bytes | memoryview, width: int, size: int) -> bytes:
+def unpack(data: bytes | memoryview, width: int, size: int) -> list[bytes | memoryview]:
     """Return ``width`` planes of ``size`` bytes.
 
     Raises:
@@ -88,4 +90,4 @@ def unpack(data: bytes | memoryview, width: int, size: int) -> bytes:
         at += 5 + length
     if at != len(view):
         raise MalformedError("bytes follow the byte planes")
-    return b"".join(planes)
+    return planes

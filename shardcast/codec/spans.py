@@ -81,12 +81,13 @@ def _tensor(name: str, entry: Mapping[str, Any], file: int, start: int) -> Tenso
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """``length`` bytes at ``offset`` of a file of the new version."""
+    """``length`` bytes at ``offset`` of a file of the new version; ``text``: of no tensor."""
 
     offset: int
     length: int
     type: ElementType
     base: BaseRange | None
+    text: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +128,9 @@ def file_spans(
 def _in_place(offset: int, length: int, old: OldFile | None) -> Iterator[Span]:
     covered = 0 if old is None else max(0, min(length, old.size - offset))
     if covered and old is not None:
-        yield Span(offset, covered, ElementType.BYTES, BaseRange(old.file, offset))
+        yield Span(offset, covered, ElementType.BYTES, BaseRange(old.file, offset), text=True)
     if length > covered:
-        yield Span(offset + covered, length - covered, ElementType.BYTES, None)
+        yield Span(offset + covered, length - covered, ElementType.BYTES, None, text=True)
 
 
 def _of_tensor(tensor: Tensor, old: Tensor | None) -> Iterator[Span]:
@@ -172,4 +173,4 @@ def _piece(span: Span, low: int, high: int, kind: ElementType) -> Piece:
     base = span.base
     if base is not None:
         base = BaseRange(base.file, base.offset + low - span.offset)
-    return Piece(high - low, kind, base)
+    return Piece(high - low, kind, base, span.text)
