@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,41 +44,41 @@ class Step:
     base: str | None
 
 
-def steps_to(number: int, head: Head, complete: Mapping[str, int], lacking: int) -> list[Step]:
+def steps_to(number: int, head: Head, held: Mapping[str, Held]) -> list[Step]:
     """Return by which versions a relay gets to one with deltas alone; nothing if it cannot. Pure.
 
     Args:
         number: The version, listed or open.
         head: The head.
-        complete: Numbers of the versions that are whole on disk, by manifest.
-        lacking: Bytes of the version that are not here yet.
+        held: What is on disk, by manifest. Deltas start from what is whole.
     """
-    here = dict.fromkeys(complete)
+    here = {manifest for manifest, found in held.items() if found.share >= 1.0}
     if head.open is not None and head.open.version == number:
         for delta in head.open.deltas:
             if delta.base is None or delta.base in here:
                 return [Step(number, delta.base)]
-            before = steps_to(delta.base_version or 0, head, complete, lacking)
+            before = steps_to(delta.base_version or 0, head, held)
             if before:
                 return [*before, Step(number, delta.base)]
         return []
     wanted = head.ref(number)
     if wanted is None or wanted.manifest in here:
         return []
-    held = {
-        ref.manifest: Held(ref.bytes, ref.bytes) for ref in head.versions if ref.manifest in here
-    }
+    best, own = cheapest(wanted.deltas, here), held.get(wanted.manifest)
+    share = 1.0 if own is None else 1.0 - own.share
+    direct = round(share * min(wanted.bytes, wanted.bytes if best is None else best.bytes))
+    route = find_route(wanted, head.versions, held, direct)
     steps: list[Step] = []
-    for hop in find_route(wanted, head.versions, held, lacking).hops:
+    for hop in route.hops:
         best = cheapest(hop.ref.deltas, here)
         if best is None or best.bytes >= hop.ref.bytes:
             return []
         steps.append(Step(hop.ref.version, best.base))
-        here[hop.ref.manifest] = None
+        here.add(hop.ref.manifest)
     return steps
 
 
-def cheapest(deltas: Sequence[DeltaRef], here: Mapping[str, object]) -> DeltaRef | None:
+def cheapest(deltas: Sequence[DeltaRef], here: Collection[str]) -> DeltaRef | None:
     """Return the delta of fewest bytes whose base is here."""
     usable = [delta for delta in deltas if delta.base is None or delta.base in here]
     return min(usable, key=lambda delta: delta.bytes, default=None)
@@ -131,17 +131,12 @@ class Materializer:
         """Return by which versions one can be rebuilt with what is whole here, the last one it."""
         if run.head is None:
             return []
-        complete = {
-            stored.version.manifest: n
-            for n, stored in run.stored.items()
-            if stored.version.manifest is not None and stored.complete and stored.damaged is None
+        held = {
+            stored.version.manifest: _held(stored)
+            for stored in run.stored.values()
+            if stored.version.manifest is not None
         }
-        ref, stored = run.head.head.ref(number), run.stored.get(number)
-        lacking = 0 if ref is None else ref.bytes
-        if stored is not None:
-            extent = stored.version.layout.extent
-            lacking = sum(extent(shard).length for shard in stored.missing())
-        return steps_to(number, run.head.head, complete, lacking)
+        return steps_to(number, run.head.head, held)
 
     def awaited(self, run: RelayRun, known: ShardBlob) -> bool:
         """Say whether a shard that is not here is about to be rebuilt."""
@@ -391,6 +386,12 @@ class Work:
             return gone
         finally:
             run.claims -= claims
+
+
+def _held(stored: StoredVersion) -> Held:
+    layout = stored.version.layout
+    missing = sum(layout.extent(shard).length for shard in stored.missing())
+    return Held(layout.total_bytes, layout.total_bytes - missing)
 
 
 def _shards(numbers: Sequence[int]) -> str:
