@@ -29,6 +29,7 @@ from shardcast.deltas import (
     Tensors,
     describe,
     frame_runs,
+    run_bytes,
     runs_to_encode,
 )
 from shardcast.errors import IntegrityError, MalformedError, ShardcastError
@@ -47,6 +48,11 @@ KeepBlob = Callable[[str, bytes], None]
 
 RUN_AHEAD: Final = 4
 """Frames that may be done before an earlier one is: they wait in memory."""
+
+_DENSE: Final = 0.25
+"""A frame that saves no more than this may hold shards that are better sent as they are."""
+
+_TINY: Final = 0.001
 
 _POLL_S: Final = 0.05
 
@@ -194,13 +200,31 @@ class DeltaMaker:
             return [] if frame is None else [frame]
         frames: list[MadeFrame] = []
         for part in runs_to_encode(run, wanted, self._bridgeable):
-            start = sum(self._layout.extent(s).length for s in range(run.start, part.start))
-            raw = {digests[s]: self._layout.extent(s).length for s in part if s in wanted}
-            length = sum(self._layout.extent(s).length for s in part)
-            frame = self._frame(part, data[start : start + length], sum(raw.values()))
-            if frame is not None:
-                frames.append(frame)
+            start = self._length(range(run.start, part.start))
+            piece = data[start : start + self._length(part)]
+            raw = {shard: self._layout.extent(shard).length for shard in part if shard in wanted}
+            frames += self._cheapest(part, piece, raw)
         return frames
+
+    def _cheapest(self, run: range, data: memoryview, raw: Mapping[int, int]) -> list[MadeFrame]:
+        """Return the frame of a run; of its halves, where one of them is better left out."""
+        own = {shard: length for shard, length in raw.items() if shard in run}
+        whole = self._frame(run, data, sum(own.values())) if own else None
+        if whole is None or whole.saved > _DENSE * sum(own.values()) or len(run) == 1:
+            return [] if whole is None else [whole]
+        middle = run.start + len(run) // 2
+        first, second = range(run.start, middle), range(middle, run.stop)
+        cut = self._length(first)
+        halves = [
+            *self._cheapest(first, data[:cut], own),
+            *self._cheapest(second, data[cut:], own),
+        ]
+        sparse = sum(len(half.shards) for half in halves) < len(run)
+        saved = sum(half.saved for half in halves)
+        return halves if sparse and saved >= whole.saved - _TINY * len(data) else [whole]
+
+    def _length(self, run: range) -> int:
+        return run_bytes(self._layout, run)
 
     def _frame(self, run: range, data: memoryview, raw: int) -> MadeFrame | None:
         """Make and try one frame; None if it is not worth it or does not rebuild its bytes."""
@@ -211,7 +235,7 @@ class DeltaMaker:
                 return None
             rebuilt = decode_frame(frame, len(data), base)
         except Exception as error:  # whatever it is, the version itself is whole
-            log.exception("no frame of shards %d-%d", run.start, run.stop - 1)
+            log.debug("no frame of shards %d-%d", run.start, run.stop - 1, exc_info=True)
             self._leave_out(run, f"encoding failed ({type(error).__name__}: {error})")
             return None
         if rebuilt != data:

@@ -8,7 +8,7 @@ import pytest
 from shardcast.errors import ClockError, NotFoundError, WithdrawnError
 from shardcast.protocol import succession
 from shardcast.protocol.envelope import encode_key
-from shardcast.protocol.head import Head, OpenRef, VersionRef
+from shardcast.protocol.head import DeltaRef, Head, OpenRef, VersionRef, encode_head
 from shardcast.protocol.succession import Issue
 
 NOW = 1_800_000_000_000
@@ -77,6 +77,25 @@ def test_a_complete_version_closes_its_open_one_only() -> None:
 
 def _replace(head: Head, open_version: int) -> Head:
     return msgspec.structs.replace(head, open=opened(open_version))
+
+
+def test_further_deltas_join_those_of_other_bases() -> None:
+    def delta(base: int, size: int) -> DeltaRef:
+        return DeltaRef(base=f"{base:064x}", base_version=base, parts=[], bytes=size)
+
+    head = published(1, 2, 3)
+    one = succession.with_deltas(head, issue(NOW + 9), 3, [delta(2, 5)])
+    two = succession.with_deltas(one, issue(NOW + 10), 3, [delta(1, 8), delta(2, 6)])
+    assert (one.sequence, two.sequence, two.version) == (NOW + 9, NOW + 10, 3)
+    assert two.versions[0].deltas == [delta(1, 8), delta(2, 6)]
+    assert succession.with_deltas(one, issue(), 3, [delta(1, 8)]).versions[0].deltas == [
+        delta(2, 5),
+        delta(1, 8),
+    ]
+    assert two.versions[1:] == head.versions[1:]
+    encode_head(two)
+    with pytest.raises(NotFoundError, match="does not retain version 9"):
+        succession.with_deltas(head, issue(), 9, [])
 
 
 def test_withdrawing_moves_to_the_newest_that_is_left() -> None:
