@@ -27,8 +27,9 @@ from shardcast.hashing import default_threads
 from shardcast.protocol.layout import Extent
 from shardcast.protocol.limits import MAX_SHARD_BYTES
 from shardcast.protocol.manifest import Version
-from shardcast.protocol.plan import FileReuse, Holding, Plan, ShardCopy, plan_version
+from shardcast.protocol.plan import Delta, FileReuse, Holding, Plan, ShardCopy, plan_version
 from shardcast.pulling import AsideSink, ExtentSink, FetchPool
+from shardcast.rebuilding import DeltaFailure, Rebuilding
 from shardcast.store.files import COPY_CHUNK_BYTES, disk_errors, read_into, write_all
 from shardcast.store.run import RunStore
 from shardcast.store.stored import ShardState, StoredVersion
@@ -47,12 +48,14 @@ class Tally:
         done_bytes: Of those, verified in place.
         fetched_bytes: What the network carried, documents and waste included.
         hedged_bytes: Of those, what came twice because a slow request was raced by a second one.
+        delta_bytes: Of those, delta blobs.
     """
 
     total_bytes: int = 0
     done_bytes: int = 0
     fetched_bytes: int = 0
     hedged_bytes: int = 0
+    delta_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +67,16 @@ class Damage:
     error: IntegrityError
 
 
+class AllowanceError(ShardcastError):
+    """A version on the way to another one turned out too dear."""
+
+
 class Obtainer:
-    """Makes one version complete on disk."""
+    """Makes one version complete on disk.
+
+    Attributes:
+        failures: What deltas did not bring.
+    """
 
     def __init__(
         self,
@@ -76,6 +87,7 @@ class Obtainer:
         tally: Tally | None = None,
         damaged: Callable[[Damage], None] = lambda damage: None,
         threads: int | None = None,
+        allowance: int | None = None,
     ) -> None:
         """Do nothing yet.
 
@@ -86,6 +98,7 @@ class Obtainer:
             tally: Counts.
             damaged: Called when local bytes turn out bad.
             threads: For local work; None means all cores.
+            allowance: Fetch no more bytes than this; None: any number.
         """
         self.store = store
         self._open_pool = open_pool
@@ -94,11 +107,19 @@ class Obtainer:
         self._damaged = damaged
         self._threads = threads or default_threads()
         self._lock = threading.Lock()
+        self._allowance = allowance
+        self.failures: list[DeltaFailure] = []
 
-    def obtain(self, version: Version) -> StoredVersion:
+    def obtain(self, version: Version, deltas: Sequence[Delta] = ()) -> StoredVersion:
         """Return the version with every shard verified, staged or (if it was before) committed.
 
+        Args:
+            version: The version.
+            deltas: What leads to it, best first. What they do not bring is fetched plainly, and
+                ``failures`` says why.
+
         Raises:
+            AllowanceError: If it would cost more than it may.
             DiskFullError: If there is no room, naming what is needed and what is free.
             DiskError: If the system refuses otherwise.
             NetworkError, IntegrityError: If no source delivers what is missing.
@@ -110,7 +131,7 @@ class Obtainer:
             try:
                 stored, found = self._prepare(version, sources)
                 with stored.lease():
-                    self._complete(version, stored, sources, found=found)
+                    self._complete(version, stored, sources, deltas, found=found)
             finally:
                 for source in sources:
                     source.release_lease()
@@ -121,6 +142,7 @@ class Obtainer:
         version: Version,
         stored: StoredVersion,
         sources: Sequence[StoredVersion],
+        deltas: Sequence[Delta],
         *,
         found: bool,
     ) -> None:
@@ -129,9 +151,11 @@ class Obtainer:
         for _ in range(_ROUNDS):
             done = stored.present()
             self._count_done(stored, done)
-            plan = plan_version(version, done, [_holding(source) for source in sources])
-            if not (plan.files or plan.copies or plan.fetches or plan.repeats):
+            holdings = [_holding(source) for source in sources]
+            plan = plan_version(version, done, holdings, () if self.failures else deltas)
+            if not (plan.files or plan.copies or plan.deltas or plan.fetches or plan.repeats):
                 break
+            self.spend(plan.fetch_bytes)
             self._perform(plan, stored, {source.version.number: source for source in sources})
         if not stored.complete:
             raise IntegrityError(
@@ -254,15 +278,21 @@ class Obtainer:
     def _perform(
         self, plan: Plan, stored: StoredVersion, sources: dict[int, StoredVersion]
     ) -> None:
-        with self._open_pool() as pool:
-            work = _Work(self, stored, sources, pool)
-            for fetch in plan.fetches:
-                work.fetch(fetch.digest, [extent.shard for extent in fetch.targets])
+        with ExitStack() as open_now:
+            pool = open_now.enter_context(self._open_pool())
+            work = _Work(self, stored, sources, pool, plan)
+            rebuilding = open_now.enter_context(
+                Rebuilding(stored, sources, pool, self._cancel, work, threads=self._threads)
+            )
             try:
+                rebuilding.start(plan.deltas, fed=work.fetch_planned)
                 self._all(work.local, _local_tasks(plan, stored))
+                rebuilding.finish()
                 pool.finish()
             finally:
                 with self._lock:
+                    self.failures += rebuilding.failures
+                    self.tally.delta_bytes += rebuilding.arrived_bytes
                     self.tally.fetched_bytes += pool.received_bytes
                     self.tally.hedged_bytes += pool.hedged_bytes
 
@@ -280,6 +310,19 @@ class Obtainer:
                 raise
 
     # --- shared with the work ---------------------------------------------------------------
+
+    def spend(self, count: int) -> None:
+        """Bytes are about to be fetched.
+
+        Raises:
+            AllowanceError: If they are more than are left.
+        """
+        with self._lock:
+            if self._allowance is None:
+                return
+            self._allowance -= count
+            if self._allowance < 0:
+                raise AllowanceError("it costs more than the way over it is worth")
 
     def done(self, stored: StoredVersion, shard: int, xxh3: bytes) -> None:
         """A shard was verified in place."""
@@ -355,7 +398,12 @@ def _local_tasks(plan: Plan, stored: StoredVersion) -> Iterator[_Adopt | ShardCo
         for shard in stored.version.layout.file_shards(reuse.file):
             yield _Adopt(shard, reuse)
     yield from plan.copies
-    yield from plan.repeats
+    rebuilt = _rebuilt(plan)
+    yield from (repeat for repeat in plan.repeats if repeat.source.shard not in rebuilt)
+
+
+def _rebuilt(plan: Plan) -> frozenset[int]:
+    return frozenset(extent.shard for fetch in plan.deltas for extent in fetch.targets)
 
 
 class _Work:
@@ -367,13 +415,51 @@ class _Work:
         stored: StoredVersion,
         sources: dict[int, StoredVersion],
         pool: FetchPool,
+        plan: Plan,
     ) -> None:
         self._owner = owner
+        self._plan = plan
         self.stored = stored
         self._sources = {**sources, stored.version.number: stored}
         self._pool = pool
         self._lock = threading.Lock()
         self._coming: dict[str, list[int]] = {}
+        rebuilt = _rebuilt(plan)
+        self._repeats: dict[int, list[int]] = {}
+        for repeat in plan.repeats:
+            if repeat.source.shard in rebuilt:
+                self._repeats.setdefault(repeat.source.shard, []).append(repeat.target.shard)
+
+    # --- what deltas bring ------------------------------------------------------------------
+
+    def good(self, shard: int, xxh3: bytes) -> None:
+        """A shard was rebuilt: whatever has the same bytes is a copy of it."""
+        self._owner.done(self.stored, shard, xxh3)
+        for repeat in self._repeats.get(shard, ()):
+            self._copy(self.stored, self.stored.version.layout.extent(shard), repeat)
+
+    def plain(self, shards: Sequence[int]) -> None:
+        """Shards that no delta brought are fetched, each with those that have the same bytes."""
+        for shard in shards:
+            digest = self.stored.version.digests[shard]
+            assert digest is not None
+            self._owner.spend(self.stored.version.layout.extent(shard).length)
+            self.fetch(digest, [shard, *self._repeats.get(shard, ())])
+
+    def is_whole(self, base: StoredVersion, shard: int) -> bool:
+        """Hash a base's shard again; one that is not good is marked so."""
+        found, _ = self._owner.hash(base, base.version.layout.extent(shard), None, None)
+        if found == base.version.digests[shard]:
+            return True
+        self._owner.bad(base, shard)
+        return False
+
+    # --- what the network brings ------------------------------------------------------------
+
+    def fetch_planned(self) -> None:
+        """Fetch what the plan says comes as it is."""
+        for fetch in self._plan.fetches:
+            self.fetch(fetch.digest, [extent.shard for extent in fetch.targets])
 
     def fetch(self, digest: str, shards: list[int]) -> None:
         """Fetch a digest once, for all shards that have it."""

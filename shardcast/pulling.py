@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from types import TracebackType
 from typing import Protocol, Self, TypeAlias
 
@@ -295,17 +296,22 @@ class FetchPool:
                 self._changed.notify_all()
 
     def _next(self) -> tuple[Flight, _Entry] | None:
-        with self._changed:
-            while True:
+        while True:
+            with self._changed:
                 step = self._schedule.next()
-                self._tell_lost()
-                if isinstance(step, Flight):
-                    return step, self._jobs[step.job]  # another flight may end it any moment
+                lost = self._take_lost()
+                # Looked up now: another flight may end the job at any moment.
+                entry = self._jobs[step.job] if isinstance(step, Flight) else None
                 if isinstance(step, Finished):
                     self._changed.notify_all()
-                    return None
-                assert isinstance(step, Wait)
-                self._changed.wait(step.seconds)
+                elif isinstance(step, Wait) and not lost:
+                    self._changed.wait(step.seconds)
+            for tell in lost:
+                tell()
+            if isinstance(step, Flight) and entry is not None:
+                return step, entry
+            if isinstance(step, Finished):
+                return None
 
     def _perform(self, flight: Flight, entry: _Entry) -> None:
         sink, done = entry
@@ -332,15 +338,20 @@ class FetchPool:
             with self._changed:
                 self.received_bytes += received
                 self._report(flight, outcome, late=late)
-                self._tell_lost()
+                lost = self._take_lost()
                 self._changed.notify_all()
+        for tell in lost:
+            tell()
 
-    def _tell_lost(self) -> None:
+    def _take_lost(self) -> list[Callable[[], None]]:
+        """Return what must be called, without the lock, for the blobs that were just given up."""
+        calls: list[Callable[[], None]] = []
         for job in self._schedule.take_lost():
             self._jobs.pop(job, None)
-            lost = self._optional.pop(job, None)
-            if lost is not None and job.lost is not None:
-                lost(job.lost)
+            tell = self._optional.pop(job, None)
+            if tell is not None and job.lost is not None:
+                calls.append(partial(tell, job.lost))
+        return calls
 
     def _transfer_of(self, flight: Flight) -> tuple[Transfer, int]:
         """Return where a flight's bytes go, and how many came there before."""
