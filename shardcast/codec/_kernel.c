@@ -1583,11 +1583,69 @@ static PyObject *py_portable(PyObject *self, PyObject *args)
     return PyBool_FromLong(before);
 }
 
+/* How many elements differ, for each segment. */
+static void count_changes(const Segment *s, size_t segments, int width, uint64_t *changed)
+{
+    enum { BLOCK = 64 };
+    for (size_t i = 0; i < segments; i++) {
+        size_t bytes = s[i].count * (size_t)width, block = BLOCK;
+        uint64_t found = 0;
+        for (size_t at = 0; at < bytes; at += block) {
+            if (block > bytes - at)
+                block = bytes - at;
+            if (memcmp(s[i].base + at, s[i].next + at, block) == 0)
+                continue;
+            for (size_t j = at; j < at + block; j += (size_t)width)
+                found += load(s[i].base + j, width) != load(s[i].next + j, width);
+        }
+        changed[i] = found;
+    }
+}
+
+PyDoc_STRVAR(count_doc,
+"count_changes(type, segments, /)\n--\n\n"
+"Return for each (base, base offset, new, new offset, elements) how many elements differ.");
+
+static PyObject *py_count(PyObject *self, PyObject *args)
+{
+    int type;
+    PyObject *list;
+    Segments g;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "iO", &type, &list) || take(&g, list, type, 0) < 0)
+        return NULL;
+    if (need_bases(&g) < 0) {
+        release(&g);
+        return NULL;
+    }
+    uint64_t *changed = malloc((g.count + 1) * sizeof *changed);
+    size_t count = g.count;
+    if (changed != NULL) {
+        Py_BEGIN_ALLOW_THREADS
+        count_changes(g.s, g.count, g.type.width, changed);
+        Py_END_ALLOW_THREADS
+    }
+    release(&g);
+    if (changed == NULL)
+        return PyErr_NoMemory();
+    PyObject *result = PyList_New((Py_ssize_t)count);
+    for (size_t i = 0; result != NULL && i < count; i++) {
+        PyObject *number = PyLong_FromUnsignedLongLong(changed[i]);
+        if (number == NULL || PyList_SetItem(result, (Py_ssize_t)i, number) < 0) {
+            Py_DECREF(result);
+            result = NULL;
+        }
+    }
+    free(changed);
+    return result;
+}
+
 static PyMethodDef METHODS[] = {
     {"encode_changes", py_encode, METH_VARARGS, encode_doc},
     {"decode_changes", py_decode, METH_VARARGS, decode_doc},
     {"split_planes", py_split, METH_VARARGS, split_doc},
     {"merge_planes", py_merge, METH_VARARGS, merge_doc},
+    {"count_changes", py_count, METH_VARARGS, count_doc},
     {"use_portable", py_portable, METH_VARARGS, portable_doc},
     {NULL, NULL, 0, NULL},
 };

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 try:
     from shardcast.codec._kernel import (
+        count_changes,
         decode_changes,
         encode_changes,
         merge_planes,
@@ -17,4 +18,4 @@ except ImportError as error:
         "a C compiler and Python's headers (Debian: apt-get install gcc libc6-dev python3-dev)"
     ) from error
 
-__all__ = ["decode_changes", "encode_changes", "merge_planes", "split_planes", "use_portable"]
+__all__ = ["count_changes", "decode_changes", "encode_changes", "merge_planes", "split_planes", "use_portable"]
