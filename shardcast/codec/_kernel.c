@@ -10,8 +10,10 @@
  * loop by the number of elements or of coded words. Integers only, so that every machine gives the same bytes.
  * The AVX2 path is chosen at run time and gives what the portable one gives.
  */
+#ifndef KERNEL_WITHOUT_PYTHON /* the fuzzer takes the rest alone */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h> /* Py_LIMITED_API comes from setup.py */
+#endif
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -865,9 +867,7 @@ static inline void apply_portable(Applier *a, const uint8_t *base, uint8_t *out,
 #if HAVE_AVX2_PATH
 AVX2 static inline uint32_t nth_bit(uint64_t bits, uint32_t n)
 {
-    while (n--)
-        bits &= bits - 1;
-    return (uint32_t)__builtin_ctzll(bits);
+    return (uint32_t)__builtin_ctzll(_pdep_u64((uint64_t)1 << n, bits));
 }
 
 /* A block in which changes are due: of those classes whose next one comes before its end. Leaves
@@ -1335,6 +1335,18 @@ static void do_planes(const Segment *s, size_t segments, Planes p, Type type,
     }
 }
 
+static int has_avx2(void)
+{
+#if HAVE_AVX2_PATH
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi")
+           && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt");
+#else
+    return 0;
+#endif
+}
+
+#ifndef KERNEL_WITHOUT_PYTHON
 /* --- Python ------------------------------------------------------------------------------------------ */
 
 typedef struct {
@@ -1562,17 +1574,6 @@ PyDoc_STRVAR(portable_doc,
 "use_portable(yes, /)\n--\n\n"
 "Take the portable path although a faster one is there (for tests); return whether that was taken.");
 
-static int has_avx2(void)
-{
-#if HAVE_AVX2_PATH
-    __builtin_cpu_init();
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi")
-           && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt");
-#else
-    return 0;
-#endif
-}
-
 static PyObject *py_portable(PyObject *self, PyObject *args)
 {
     int yes, before = !use_avx2;
@@ -1659,3 +1660,4 @@ PyMODINIT_FUNC PyInit__kernel(void)
     use_avx2 = has_avx2();
     return PyModule_Create(&MODULE);
 }
+#endif
