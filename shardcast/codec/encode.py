@@ -27,8 +27,8 @@ _SPARSE: Final = 16
 _SURE: Final = 64
 """A list that takes at most this share of the bytes is taken: nothing else comes near."""
 
-_MOST_CHANGES: Final = 1 << 20
-"""Longer lists are cut, which bounds the encoder's memory: about 45 bytes for a change."""
+_MOST_CHANGES: Final = 1 << 21
+"""Longer lists are cut, which bounds the encoder's memory: about 45 bytes a change."""
 
 _SAMPLE_BLOCK: Final = 64 << 10
 _SAMPLE_EVERY: Final = 16
