@@ -27,14 +27,14 @@ _SPARSE: Final = 16
 _SURE: Final = 64
 """A list that takes at most this share of the bytes is taken: nothing else comes near."""
 
-_MOST_CHANGES: Final = 1 << 21
+_MOST_CHANGES: Final = 3 << 20
 """Longer lists are cut, which bounds the encoder's memory: about 45 bytes a change."""
 
-_SAMPLE_BLOCK: Final = 64 << 10
+_SAMPLE_BLOCK: Final = 8 << 10
 _SAMPLE_EVERY: Final = 16
 """Where it is open which way is the shortest, each is tried on one block in so many."""
 
-_CLOSE: Final = 1.1
+_CLOSE: Final = 1.15
 """Ways that need at most so much more than the best, by the sample, are tried on everything."""
 
 _SMALL_TEXT: Final = 1 << 20
@@ -138,7 +138,7 @@ class _Part:
     def sample(self) -> _Part:
         """Return one block in sixteen; everything where that is little."""
         length = self.length
-        if self.text or length < 8 * _SAMPLE_BLOCK:
+        if self.text or length < 64 * _SAMPLE_BLOCK:
             return self
         step = _SAMPLE_EVERY * _SAMPLE_BLOCK
         starts = range(min(step, length) // 2 // _SAMPLE_BLOCK * _SAMPLE_BLOCK, length, step)

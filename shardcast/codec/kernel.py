@@ -18,4 +18,11 @@ except ImportError as error:
         "a C compiler and Python's headers (Debian: apt-get install gcc libc6-dev python3-dev)"
     ) from error
 
-__all__ = ["count_changes", "decode_changes", "encode_changes", "merge_planes", "split_planes", "use_portable"]
+__all__ = [
+    "count_changes",
+    "decode_changes",
+    "encode_changes",
+    "merge_planes",
+    "split_planes",
+    "use_portable",
+]
