@@ -90,6 +90,11 @@ def find_route(
     return quick
 
 
+def expected_bytes(ref: VersionRef, held: Mapping[str, Held]) -> int:
+    """Return what a version costs from what is held now, by at most one delta for each shard."""
+    return min([_missing(ref, held), *_from_held(ref, held)])
+
+
 def _best(
     wanted: VersionRef,
     versions: Sequence[VersionRef],
@@ -100,11 +105,9 @@ def _best(
     """Return the route of least price: a delta's base is older, so one pass upwards finds it."""
     ways: dict[str, _Way] = {}
     for ref in _on_the_way(wanted, versions, held):
-        choices = [
-            _Way(price, (Hop(ref, price),))
-            for price in (_missing(ref, held), *_from_held(ref, held))
-        ]
-        best = min([*choices, *_over(ref, ways, held)], key=lambda way: way.price)
+        price = expected_bytes(ref, held)
+        choices = [_Way(price, (Hop(ref, price),)), *_over(ref, ways, held)]
+        best = min(choices, key=lambda way: way.price)
         ways[ref.manifest] = _Way(best.price + pass_share * ref.bytes, best.hops)
     ends = [_Way(direct_bytes, direct(wanted, direct_bytes).hops), *_over(wanted, ways, held)]
     return Route(min(ends, key=lambda way: way.price).hops)
