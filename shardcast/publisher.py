@@ -16,35 +16,27 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from shardcast.announcing import announce, issue_for, last_head, publishing
-from shardcast.delta_making import DeltaMaker, tensors_of
-from shardcast.delta_publishing import delta_bases, finished, further_deltas, leased
-from shardcast.deltas import Delta, frame_runs
+from shardcast.delta_publishing import delta_bases, further_deltas, leased
 from shardcast.errors import (
     ShardcastError,
     UsageError,
 )
-from shardcast.hashing import ShardHash, ShardJob, hash_runs, hash_shards
-from shardcast.placing import place_files
 from shardcast.protocol import succession
-from shardcast.protocol.digest import digest_of
 from shardcast.protocol.envelope import Signer
 from shardcast.protocol.head import Head
-from shardcast.protocol.layout import Layout, encode_layout
+from shardcast.protocol.layout import Layout
 from shardcast.publishing import (
-    Documents,
     Published,
     PublishObserver,
     PublishOptions,
     SilentObserver,
-    documents_of,
     plan_layout,
     reference,
     settled_selection,
 )
-from shardcast.sources import Selection, require_unchanged, select_files
+from shardcast.staging import stage_files, take_back
 from shardcast.store.retention import Collected, collect, unreachable_versions
 from shardcast.store.run import RunStore
-from shardcast.store.stored import StoredVersion
 
 
 def publish_directory(
@@ -81,14 +73,15 @@ def publish_directory(
         layout = plan_layout(options, selection, run.run, number, previous, now_ms())
         bases = delta_bases(options, run, head)
         with leased(bases.get(1), watch) as base:
-            method, stored, documents, delta = _fill(options, run, layout, selection, base, watch)
+            staged = stage_files(options, run, layout, selection, base, watch)
+        stored = staged.stored
         try:
             run.commit(number, options.durability)
         except BaseException:
-            _take_back(run, number)
+            take_back(run, number)
             raise
-        deltas = () if delta is None else (delta,)
-        ref = reference(documents.version, deltas)
+        deltas = () if staged.delta is None else (staged.delta,)
+        ref = reference(staged.documents.version, deltas)
         issue = issue_for(run.run, signers, now_ms(), options.expiry_ms)
         head = succession.with_version(head, issue, ref, keep=options.keep)
         announce(run, head, signers, issue)
@@ -101,7 +94,7 @@ def publish_directory(
             ref = head.ref(number) or ref
         collected = _collect(run)
     return Published(
-        run.run, ref, stored.directory, selection, 0, method, collected, (*deltas, *further)
+        run.run, ref, stored.directory, selection, 0, staged.method, collected, (*deltas, *further)
     )
 
 
@@ -137,90 +130,6 @@ def _previous_layout(run: RunStore, head: Head | None) -> Layout | None:
     except ShardcastError:
         return None
     return None if version is None else version.layout
-
-
-def _fill(
-    options: PublishOptions,
-    run: RunStore,
-    layout: Layout,
-    selection: Selection,
-    base: StoredVersion | None,
-    watch: PublishObserver,
-) -> tuple[str, StoredVersion, Documents, Delta | None]:
-    """Bring all files into staging, hash them, make the delta, and write the documents."""
-    directory = run.staging_directory(layout.version)
-    try:
-        method = place_files(options, selection, directory)
-        jobs = shard_jobs(layout, selection, directory, method)
-        maker = None if base is None else _maker(options, run, layout, selection, base)
-        hashes = hash_files(jobs, layout, maker, options.threads, watch)
-        again = select_files(options.source, include=options.include, exclude=options.exclude)
-        require_unchanged(selection, again, options.source)
-        documents = documents_of(layout, [found.digest for found in hashes])
-        delta = None if maker is None else finished(maker, documents.version, run.write_blob, watch)
-        for digest, data in documents.blobs.items():
-            run.write_blob(digest, data)
-        stored = run.stage(documents.version, files=False)
-        stored.record_all({shard: found.xxh3 for shard, found in enumerate(hashes)})
-    except BaseException:
-        _take_back(run, layout.version)
-        raise
-    return method, stored, documents, delta
-
-
-def _maker(
-    options: PublishOptions,
-    run: RunStore,
-    layout: Layout,
-    selection: Selection,
-    base: StoredVersion,
-) -> DeltaMaker:
-    return DeltaMaker(
-        digest_of(encode_layout(layout)),
-        tensors_of(layout, lambda file: selection.files[file].location),
-        base,
-        run.write_blob,
-        threads=options.threads,
-    )
-
-
-def hash_files(
-    jobs: Sequence[ShardJob],
-    layout: Layout,
-    maker: DeltaMaker | None,
-    threads: int | None,
-    watch: PublishObserver,
-) -> list[ShardHash]:
-    """Hash all shards, and let a delta be made of the same bytes while they are in memory.
-
-    Raises:
-        ModifiedError, DiskError: As ``hash_shards``.
-    """
-    if maker is None:
-        return hash_shards(jobs, threads=threads, progress=watch.hashed)
-    runs = frame_runs(layout)
-    return hash_runs(jobs, runs, maker.use, threads=threads, progress=watch.hashed)
-
-
-def _take_back(run: RunStore, number: int) -> None:
-    """Remove what nobody was told of; where the disk refuses even that, the next publication does."""
-    with contextlib.suppress(ShardcastError):
-        run.evict(number)
-
-
-def shard_jobs(
-    layout: Layout, selection: Selection, directory: Path, method: str
-) -> list[ShardJob]:
-    """Return one job a shard: copies hash what they read, links and clones what is in staging."""
-    jobs = []
-    for extent in layout.extents():
-        here = directory / extent.path
-        if method == "copy":
-            source = selection.files[extent.file].location
-            jobs.append(ShardJob(source, extent.offset, extent.length, target=here))
-        else:
-            jobs.append(ShardJob(here, extent.offset, extent.length))
-    return jobs
 
 
 def _collect(run: RunStore) -> Collected | None:

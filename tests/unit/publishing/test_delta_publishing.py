@@ -480,7 +480,7 @@ if where == "blob":
 elif where == "part":
     RunStore.write_blob = after_part
 elif where == "encoding":
-    delta_making.decode_frame = die
+    delta_making.decode_frame_into = die
 elif where == "further":
     delta_publishing.make_delta = die
 signers = keys.load_signers(Path(key), 0)
