@@ -8,7 +8,7 @@
  *
  * Nothing here trusts its input: every read and write is bounded by the buffers that were given, every
  * loop by the number of elements or of coded words. Integers only, so that every machine gives the same bytes.
- * The AVX2 path is chosen at run time and gives what the portable one gives.
+ * The AVX2 and AVX-512 paths are chosen at run time and give what the portable one gives.
  */
 #ifndef KERNEL_WITHOUT_PYTHON /* the fuzzer takes the rest alone */
 #define PY_SSIZE_T_CLEAN
@@ -27,6 +27,11 @@
 #include <immintrin.h>
 #else
 #define HAVE_AVX2_PATH 0
+#endif
+#if HAVE_AVX2_PATH && (defined(__clang__) || __GNUC__ >= 9)
+#define HAVE_AVX512_PATH 1
+#else
+#define HAVE_AVX512_PATH 0
 #endif
 
 /* --- elements ---------------------------------------------------------------------------------- */
@@ -465,6 +470,10 @@ static inline int value_symbol(uint64_t size, int *bits, uint64_t *rest)
     return SMALL_VALUES + top;
 }
 
+enum { PORTABLE, WITH_AVX2, WITH_AVX512 };
+
+static int path = PORTABLE; /* the best one there is, but for tests */
+
 /* --- finding changes -------------------------------------------------------------------------- */
 
 typedef struct {
@@ -644,6 +653,154 @@ changed_avx2(const uint8_t *base, const uint8_t *next, int width)
     return ~(low | (uint64_t)high << 32);
 }
 
+#if HAVE_AVX512_PATH
+#define AVX512 __attribute__((target("avx2,bmi,bmi2,popcnt,avx512f,avx512bw,avx512dq,avx512vl,avx512vpopcntdq")))
+
+/* Eight blocks at a time: of each element the four bits of its class, and how many of each class there
+ * are in each block. */
+enum { BLOCKS = 8, STRETCH = BLOCKS * BLOCK };
+
+typedef struct {
+    uint64_t bit[4][BLOCKS];
+    uint8_t sizes[BLOCKS][16]; /* by class; at most 64 */
+} Stretch;
+
+AVX512 static inline __attribute__((always_inline)) __m512i
+classes_avx512(const uint8_t *at, Type type, int lowest)
+{
+    const __m512i top = _mm512_set1_epi8(CLASSES - 1), low = _mm512_set1_epi8((char)lowest);
+    const __m128i shift = _mm_cvtsi32_si128(type.shift);
+    __m512i v;
+    if (type.width == 1) {
+        v = _mm512_and_si512(_mm512_srl_epi16(_mm512_loadu_si512(at), shift),
+                             _mm512_set1_epi8((char)type.mask));
+    } else if (type.width == 2) {
+        const __m512i mask = _mm512_set1_epi16((short)type.mask);
+        __m512i a = _mm512_and_si512(_mm512_srl_epi16(_mm512_loadu_si512(at), shift), mask);
+        __m512i b = _mm512_and_si512(_mm512_srl_epi16(_mm512_loadu_si512(at + 64), shift), mask);
+        v = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), _mm512_packus_epi16(a, b));
+    } else {
+        const __m512i mask = _mm512_set1_epi32((int)type.mask);
+        __m512i a = _mm512_and_si512(_mm512_srl_epi32(_mm512_loadu_si512(at), shift), mask);
+        __m512i b = _mm512_and_si512(_mm512_srl_epi32(_mm512_loadu_si512(at + 64), shift), mask);
+        __m512i c = _mm512_and_si512(_mm512_srl_epi32(_mm512_loadu_si512(at + 128), shift), mask);
+        __m512i d = _mm512_and_si512(_mm512_srl_epi32(_mm512_loadu_si512(at + 192), shift), mask);
+        v = _mm512_packus_epi16(_mm512_packus_epi32(a, b), _mm512_packus_epi32(c, d));
+        v = _mm512_permutexvar_epi32(
+            _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), v);
+    }
+    return _mm512_min_epu8(_mm512_subs_epu8(v, low), top);
+}
+
+AVX512 static inline __attribute__((always_inline)) void
+stretch_avx512(Stretch *s, const uint8_t *at, Type type, int lowest)
+{
+    for (int j = 0; j < BLOCKS; j++) {
+        __m512i classes = classes_avx512(at + (size_t)j * BLOCK * (size_t)type.width, type, lowest);
+        s->bit[0][j] = _mm512_test_epi8_mask(classes, _mm512_set1_epi8(1));
+        s->bit[1][j] = _mm512_test_epi8_mask(classes, _mm512_set1_epi8(2));
+        s->bit[2][j] = _mm512_test_epi8_mask(classes, _mm512_set1_epi8(4));
+        s->bit[3][j] = _mm512_test_epi8_mask(classes, _mm512_set1_epi8(8));
+    }
+    __m512i a = _mm512_loadu_si512(s->bit[0]), b = _mm512_loadu_si512(s->bit[1]);
+    __m512i c = _mm512_loadu_si512(s->bit[2]), d = _mm512_loadu_si512(s->bit[3]);
+    const __m512i all = _mm512_set1_epi64(-1);
+    __m512i ones[4] = {
+        _mm512_andnot_si512(_mm512_or_si512(a, b), all),
+        _mm512_andnot_si512(b, a),
+        _mm512_andnot_si512(a, b),
+        _mm512_and_si512(a, b),
+    };
+    __m512i fours[3] = {_mm512_andnot_si512(_mm512_or_si512(c, d), all), _mm512_andnot_si512(d, c), d};
+    __m512i low = _mm512_setzero_si512(), high = low;
+    for (int k = 0; k < 8; k++) {
+        __m512i size = _mm512_popcnt_epi64(_mm512_and_si512(fours[k >> 2], ones[k & 3]));
+        low = _mm512_or_si512(low, _mm512_slli_epi64(size, 8 * (unsigned)k));
+    }
+    for (int k = 0; k < 4; k++) {
+        __m512i size = _mm512_popcnt_epi64(_mm512_and_si512(fours[2], ones[k]));
+        high = _mm512_or_si512(high, _mm512_slli_epi64(size, 8 * (unsigned)k));
+    }
+    /* lanes of 16 bytes, a block each: even ones, odd ones, and then in their order */
+    __m512i even = _mm512_unpacklo_epi64(low, high), odd = _mm512_unpackhi_epi64(low, high);
+    const __m512i first = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11);
+    const __m512i second = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+    _mm512_storeu_si512(s->sizes[0], _mm512_permutex2var_epi64(even, first, odd));
+    _mm512_storeu_si512(s->sizes[4], _mm512_permutex2var_epi64(even, second, odd));
+}
+
+/* Which elements of a block are of a class. */
+static inline uint64_t members_of(const Stretch *s, int block, int class)
+{
+    uint64_t of = ~(uint64_t)0;
+    for (int k = 0; k < 4; k++)
+        of &= class >> k & 1 ? s->bit[k][block] : ~s->bit[k][block];
+    return of;
+}
+
+AVX512 static inline __attribute__((always_inline)) uint64_t
+changed_avx512(const uint8_t *base, const uint8_t *next, int width)
+{
+    uint64_t changed = 0;
+    for (int k = 0; k < width; k++) {
+        __m512i b = _mm512_loadu_si512(base + 64 * k), n = _mm512_loadu_si512(next + 64 * k);
+        if (width == 1)
+            changed = _mm512_cmpneq_epi8_mask(b, n);
+        else if (width == 2)
+            changed |= (uint64_t)_mm512_cmpneq_epi16_mask(b, n) << (32 * k);
+        else
+            changed |= (uint64_t)_mm512_cmpneq_epi32_mask(b, n) << (16 * k);
+    }
+    return changed;
+}
+
+/* Find what changed in whole stretches; return how many elements these are. */
+AVX512 static inline __attribute__((always_inline)) size_t
+find_avx512(Finder *f, const uint8_t *base, const uint8_t *next, size_t count, uint64_t position,
+            Type type, int lowest)
+{
+    size_t i = 0;
+    Stretch s;
+    __m512i since = _mm512_loadu_si512(f->since);
+    for (; i + STRETCH <= count; i += STRETCH) {
+        stretch_avx512(&s, base + i * (size_t)type.width, type, lowest);
+        for (int j = 0; j < BLOCKS; j++) {
+            size_t at = i + (size_t)j * BLOCK;
+            const uint8_t *b = base + at * (size_t)type.width, *n = next + at * (size_t)type.width;
+            uint64_t changed = changed_avx512(b, n, type.width);
+            if (changed)
+                _mm512_storeu_si512(f->since, since);
+            while (changed) {
+                int bit = __builtin_ctzll(changed);
+                changed &= changed - 1;
+                uint64_t old = load(b + bit * type.width, type.width);
+                uint64_t new = load(n + bit * type.width, type.width);
+                int class = class_of(exponent_of(old, type), lowest);
+                uint64_t earlier = members_of(&s, j, class) & (((uint64_t)1 << bit) - 1);
+                uint32_t before = (uint32_t)count_bits(earlier);
+                if (!find_one(f, old, new, position + at + (uint64_t)bit, f->since[class] + before, type, lowest))
+                    return count;
+                f->since[class] = 0u - before - 1;
+                since = _mm512_mask_set1_epi32(since, (__mmask16)(1u << class), (int)f->since[class]);
+            }
+            __m128i sizes = _mm_loadu_si128((const __m128i *)s.sizes[j]);
+            since = _mm512_add_epi32(since, _mm512_cvtepu8_epi32(sizes));
+        }
+    }
+    _mm512_storeu_si512(f->since, since);
+    return i;
+}
+
+AVX512 static size_t find_segment_avx512(Finder *f, const Segment *s, uint64_t position, Type type, int lowest)
+{
+    switch (type.width) { /* a constant width makes a tight loop */
+    case 1: type.width = 1; return find_avx512(f, s->base, s->next, s->count, position, type, lowest);
+    case 2: type.width = 2; return find_avx512(f, s->base, s->next, s->count, position, type, lowest);
+    default: type.width = 4; return find_avx512(f, s->base, s->next, s->count, position, type, lowest);
+    }
+}
+#endif
+
 /* The changes of a block. Leaves `since` counted from the block's start. */
 AVX2 static int find_block_avx2(Finder *f, const uint8_t *b, const uint8_t *n, uint64_t changed,
                                 const uint64_t *of, uint64_t position, Type type, int lowest)
@@ -694,22 +851,29 @@ find_avx2(Finder *f, const uint8_t *base, const uint8_t *next, size_t count, uin
 
 AVX2 static void find_segment_avx2(Finder *f, const Segment *s, uint64_t position, Type type, int lowest)
 {
-    switch (type.width) { /* a constant width makes a tight loop */
-    case 1: type.width = 1; find_avx2(f, s->base, s->next, s->count, position, type, lowest); break;
-    case 2: type.width = 2; find_avx2(f, s->base, s->next, s->count, position, type, lowest); break;
-    default: type.width = 4; find_avx2(f, s->base, s->next, s->count, position, type, lowest);
+    size_t done = 0;
+#if HAVE_AVX512_PATH
+    if (path >= WITH_AVX512)
+        done = find_segment_avx512(f, s, position, type, lowest);
+#endif
+    const uint8_t *b = s->base + done * (size_t)type.width, *n = s->next + done * (size_t)type.width;
+    size_t left = s->count - done;
+    position += done;
+    switch (type.width) {
+    case 1: type.width = 1; find_avx2(f, b, n, left, position, type, lowest); break;
+    case 2: type.width = 2; find_avx2(f, b, n, left, position, type, lowest); break;
+    default: type.width = 4; find_avx2(f, b, n, left, position, type, lowest);
     }
 }
 #endif
 
-static int use_avx2 = 0;
 
 static void find(Finder *f, const Segment *s, size_t segments, Type type, int lowest)
 {
     uint64_t position = 0;
     for (size_t i = 0; i < segments && !f->full; i++) {
 #if HAVE_AVX2_PATH
-        if (use_avx2 && type.width <= 4)
+        if (path >= WITH_AVX2 && type.width <= 4)
             find_segment_avx2(f, &s[i], position, type, lowest);
         else
 #endif
@@ -928,12 +1092,76 @@ apply_avx2(Applier *a, const uint8_t *base, uint8_t *out, size_t count, uint64_t
                        position + i, type);
 }
 
-AVX2 static void apply_segment_avx2(Applier *a, const Segment *s, uint64_t position, Type type)
+#if HAVE_AVX512_PATH
+/* Apply what changes in whole stretches; return how many elements these are. */
+AVX512 static inline __attribute__((always_inline)) size_t
+apply_avx512(Applier *a, const uint8_t *base, uint8_t *out, size_t count, uint64_t position, Type type)
+{
+    size_t i = 0;
+    Stretch s;
+    __m512i ahead = _mm512_loadu_si512(a->ahead);
+    for (; i + STRETCH <= count; i += STRETCH) {
+        stretch_avx512(&s, base + i * (size_t)type.width, type, a->lowest);
+        for (int j = 0; j < BLOCKS; j++) {
+            size_t at = i + (size_t)j * BLOCK;
+            const uint8_t *b = base + at * (size_t)type.width;
+            uint8_t *o = out + at * (size_t)type.width;
+            for (int k = 0; k < type.width; k++)
+                _mm512_storeu_si512(o + 64 * k, _mm512_loadu_si512(b + 64 * k));
+            __m512i sizes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)s.sizes[j]));
+            uint32_t due = _mm512_cmpgt_epi32_mask(sizes, ahead);
+            if (due)
+                _mm512_storeu_si512(a->ahead, ahead);
+            while (due) {
+                int class = 0;
+                uint32_t bit = BLOCK;
+                for (uint32_t left = due; left; left &= left - 1) {
+                    int k = __builtin_ctz(left);
+                    uint32_t place = nth_bit(members_of(&s, j, k), a->ahead[k]);
+                    if (place < bit) {
+                        bit = place;
+                        class = k;
+                    }
+                }
+                uint64_t old = load(b + bit * (size_t)type.width, type.width);
+                apply_one(a, o + bit * (size_t)type.width, old, class, position + at + bit);
+                a->ahead[class] += 1 + a->gap[class];
+                ahead = _mm512_mask_set1_epi32(ahead, (__mmask16)(1u << class), (int)a->ahead[class]);
+                if (a->ahead[class] >= s.sizes[j][class])
+                    due &= ~((uint32_t)1 << class);
+            }
+            ahead = _mm512_sub_epi32(ahead, sizes);
+        }
+    }
+    _mm512_storeu_si512(a->ahead, ahead);
+    return i;
+}
+
+AVX512 static size_t apply_segment_avx512(Applier *a, const Segment *s, uint64_t position, Type type)
 {
     switch (type.width) {
-    case 1: type.width = 1; apply_avx2(a, s->base, s->out, s->count, position, type); break;
-    case 2: type.width = 2; apply_avx2(a, s->base, s->out, s->count, position, type); break;
-    default: type.width = 4; apply_avx2(a, s->base, s->out, s->count, position, type);
+    case 1: type.width = 1; return apply_avx512(a, s->base, s->out, s->count, position, type);
+    case 2: type.width = 2; return apply_avx512(a, s->base, s->out, s->count, position, type);
+    default: type.width = 4; return apply_avx512(a, s->base, s->out, s->count, position, type);
+    }
+}
+#endif
+
+AVX2 static void apply_segment_avx2(Applier *a, const Segment *s, uint64_t position, Type type)
+{
+    size_t done = 0;
+#if HAVE_AVX512_PATH
+    if (path >= WITH_AVX512)
+        done = apply_segment_avx512(a, s, position, type);
+#endif
+    const uint8_t *b = s->base + done * (size_t)type.width;
+    uint8_t *o = s->out + done * (size_t)type.width;
+    size_t left = s->count - done;
+    position += done;
+    switch (type.width) {
+    case 1: type.width = 1; apply_avx2(a, b, o, left, position, type); break;
+    case 2: type.width = 2; apply_avx2(a, b, o, left, position, type); break;
+    default: type.width = 4; apply_avx2(a, b, o, left, position, type);
     }
 }
 #endif
@@ -944,7 +1172,7 @@ static void apply(Applier *a, const Segment *s, size_t segments)
     Type type = a->type;
     for (size_t i = 0; i < segments; i++) {
 #if HAVE_AVX2_PATH
-        if (use_avx2 && type.width <= 4)
+        if (path >= WITH_AVX2 && type.width <= 4)
             apply_segment_avx2(a, &s[i], position, type);
         else
 #endif
@@ -1309,7 +1537,7 @@ static void split_segment(const Segment *s, const Planes *p, Type type)
 {
     size_t done = 0;
 #if HAVE_AVX2_PATH
-    if (use_avx2)
+    if (path >= WITH_AVX2)
         done = split_segment_avx2(s, p, type);
 #endif
     BY_WIDTH(split_portable(s, p, done, type))
@@ -1319,7 +1547,7 @@ static void merge_segment(const Segment *s, const Planes *p, Type type)
 {
     size_t done = 0;
 #if HAVE_AVX2_PATH
-    if (use_avx2)
+    if (path >= WITH_AVX2)
         done = merge_segment_avx2(s, p, type);
 #endif
     BY_WIDTH(merge_portable(s, p, done, type))
@@ -1335,14 +1563,22 @@ static void do_planes(const Segment *s, size_t segments, Planes p, Type type,
     }
 }
 
-static int has_avx2(void)
+static int best_path(void)
 {
 #if HAVE_AVX2_PATH
     __builtin_cpu_init();
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi")
-           && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt");
+    if (!(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi")
+          && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt")))
+        return PORTABLE;
+#if HAVE_AVX512_PATH
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")
+        && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")
+        && __builtin_cpu_supports("avx512vpopcntdq"))
+        return WITH_AVX512;
+#endif
+    return WITH_AVX2;
 #else
-    return 0;
+    return PORTABLE;
 #endif
 }
 
@@ -1570,26 +1806,27 @@ static PyObject *py_merge(PyObject *self, PyObject *args)
     return planes(args, 0);
 }
 
-PyDoc_STRVAR(portable_doc,
-"use_portable(yes, /)\n--\n\n"
-"Take the portable path although a faster one is there (for tests); return whether that was taken.");
+PyDoc_STRVAR(path_doc,
+"use_path(most, /)\n--\n\n"
+"Take the best path up to `most` (0 portable, 1 AVX2, 2 AVX-512); return which was taken before.\n\n"
+"For tests: by itself the kernel takes the best that the processor has.");
 
-static PyObject *py_portable(PyObject *self, PyObject *args)
+static PyObject *py_path(PyObject *self, PyObject *args)
 {
-    int yes, before = !use_avx2;
+    int most, before = path;
     (void)self;
-    if (!PyArg_ParseTuple(args, "p", &yes))
+    if (!PyArg_ParseTuple(args, "i", &most))
         return NULL;
-    use_avx2 = !yes && has_avx2();
-    return PyBool_FromLong(before);
+    path = most < 0 ? PORTABLE : most < best_path() ? most : best_path();
+    return PyLong_FromLong(before);
 }
 
 /* How many elements differ, for each segment. */
 static void count_changes(const Segment *s, size_t segments, int width, uint64_t *changed)
 {
-    enum { BLOCK = 64 };
+    enum { SOME = 64 };
     for (size_t i = 0; i < segments; i++) {
-        size_t bytes = s[i].count * (size_t)width, block = BLOCK;
+        size_t bytes = s[i].count * (size_t)width, block = SOME;
         uint64_t found = 0;
         for (size_t at = 0; at < bytes; at += block) {
             if (block > bytes - at)
@@ -1647,7 +1884,7 @@ static PyMethodDef METHODS[] = {
     {"split_planes", py_split, METH_VARARGS, split_doc},
     {"merge_planes", py_merge, METH_VARARGS, merge_doc},
     {"count_changes", py_count, METH_VARARGS, count_doc},
-    {"use_portable", py_portable, METH_VARARGS, portable_doc},
+    {"use_path", py_path, METH_VARARGS, path_doc},
     {NULL, NULL, 0, NULL},
 };
 
@@ -1657,7 +1894,7 @@ static struct PyModuleDef MODULE = {
 
 PyMODINIT_FUNC PyInit__kernel(void)
 {
-    use_avx2 = has_avx2();
+    path = best_path();
     return PyModule_Create(&MODULE);
 }
 #endif

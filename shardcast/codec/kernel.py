@@ -9,7 +9,7 @@ try:
         encode_changes,
         merge_planes,
         split_planes,
-        use_portable,
+        use_path,
     )
 except ImportError as error:
     raise ImportError(
@@ -24,5 +24,5 @@ __all__ = [
     "encode_changes",
     "merge_planes",
     "split_planes",
-    "use_portable",
+    "use_path",
 ]

@@ -1,4 +1,4 @@
-/* Feeds the kernel random and damaged input, on both of its paths, under sanitizers.
+/* Feeds the kernel random and damaged input, on all of its paths, under sanitizers.
  *
  * usage: fuzz_kernel SEED ROUNDS       Every buffer has its exact size and any alignment, so that one byte
  * too far is seen. Prints what it did; aborts at the first difference, with the round to repeat.
@@ -55,7 +55,7 @@ static uint8_t *buffer(Case *c, size_t size)
 
 static size_t some_count(void)
 {
-    static const size_t BORDERS[] = {0, 1, 2, 31, 32, 33, 63, 64, 65, 95, 96, 127, 128, 129, 191, 192, 193, 511, 512, 513, 1023, 1024, 1025};
+    static const size_t BORDERS[] = {0, 1, 2, 31, 32, 33, 63, 64, 65, 95, 96, 127, 128, 129, 191, 192, 193, 511, 512, 513, 575, 576, 577, 1023, 1024, 1025, 1087, 1088, 1089};
     switch (below(8)) {
     case 0: return below(8);
     case 1: return 200 + below(4000);
@@ -137,23 +137,25 @@ static uint64_t sum_of(const Case *c)
     return sum;
 }
 
-static int fast; /* whether there is a faster path at all */
+static int paths; /* that this processor has */
+enum { MOST_PATHS = 3 };
 
-/* Decode on both paths; they must agree, also about damage. */
-static int decode_both(Case *c, const uint8_t *payload, size_t length)
+/* Decode on all paths; they must agree, also about damage. */
+static int decode_all(Case *c, const uint8_t *payload, size_t length)
 {
-    int rc[2];
-    uint64_t sum[2];
-    for (int path = 0; path < 2; path++) {
-        use_avx2 = path && fast;
+    int rc[MOST_PATHS];
+    uint64_t sum[MOST_PATHS];
+    for (path = 0; path < paths; path++) {
         spoil(c);
         rc[path] = decode(payload, length, c->s, c->count, c->type);
         sum[path] = sum_of(c);
         check(rc[path] >= 0, "no memory");
     }
-    check(!rc[0] == !rc[1], "one path refuses what the other takes");
-    check(rc[0] || sum[0] == sum[1], "the paths decode differently");
-    return rc[1] == 0;
+    for (int k = 1; k < paths; k++) {
+        check(!rc[0] == !rc[k], "one path refuses what another takes");
+        check(rc[0] || sum[0] == sum[k], "the paths decode differently");
+    }
+    return rc[0] == 0;
 }
 
 static uint64_t refused, taken;
@@ -176,7 +178,7 @@ static void damage(Case *c, const uint8_t *good, size_t length)
         payload[1] = 0, payload[0] = (uint8_t)below(c->type.mask + 1);
     for (uint64_t flips = below(5); flips && size; flips--)
         payload[below(size)] ^= (uint8_t)(1u << below(8));
-    if (decode_both(c, payload, size))
+    if (decode_all(c, payload, size))
         taken++;
     else
         refused++;
@@ -185,33 +187,32 @@ static void damage(Case *c, const uint8_t *good, size_t length)
 
 static void changes(Case *c)
 {
-    uint8_t *bytes[2];
-    size_t length[2];
+    uint8_t *bytes[MOST_PATHS];
+    size_t length[MOST_PATHS];
     int full;
-    for (int path = 0; path < 2; path++) {
-        use_avx2 = path && fast;
+    for (path = 0; path < paths; path++) {
         bytes[path] = encode(c->s, c->count, c->type, c->elements, &length[path], &full);
         check(bytes[path] != NULL && !full, "not encoded");
     }
-    check(length[0] == length[1] && memcmp(bytes[0], bytes[1], length[0]) == 0, "the paths encode differently");
+    for (int k = 1; k < paths; k++)
+        check(length[0] == length[k] && memcmp(bytes[0], bytes[k], length[0]) == 0, "the paths encode differently");
     if (length[0] == 0) {
         for (size_t i = 0; i < c->count; i++)
             memcpy(c->other[i], c->s[i].base, c->s[i].count * (size_t)c->type.width);
         check(rebuilt(c), "not the same");
     } else {
-        check(decode_both(c, bytes[0], length[0]) && rebuilt(c), "not what was encoded");
-        /* One change too many is noticed, on both paths. */
-        for (int path = 0; path < 2; path++) {
+        check(decode_all(c, bytes[0], length[0]) && rebuilt(c), "not what was encoded");
+        /* One change too many is noticed, on all paths. */
+        for (path = 0; path < paths; path++) {
             size_t unused;
-            use_avx2 = path && fast;
-            uint8_t *none = encode(c->s, c->count, c->type, 0, &unused, &full);
+                uint8_t *none = encode(c->s, c->count, c->type, 0, &unused, &full);
             check(none == NULL && full, "changes that are not there");
         }
     }
     for (int i = 0; i < 4; i++)
         damage(c, bytes[0], length[0]);
-    free(bytes[0]);
-    free(bytes[1]);
+    for (int k = 0; k < paths; k++)
+        free(bytes[k]);
 }
 
 static void byte_planes(Case *c)
@@ -221,27 +222,26 @@ static void byte_planes(Case *c)
     int bare = below(2) == 0;
     for (size_t i = 0; i < c->count && bare; i++)
         s[i].base = NULL;
-    Planes p[2];
-    uint8_t *held[2][WIDEST];
-    for (int path = 0; path < 2; path++) {
+    Planes p[MOST_PATHS];
+    uint8_t *held[MOST_PATHS][WIDEST];
+    for (path = 0; path < paths; path++) {
         memset(&p[path], 0, sizeof p[path]);
         for (int k = 0; k < c->type.width; k++) {
             held[path][k] = malloc(c->elements + (c->elements == 0));
             check(held[path][k] != NULL, "no memory");
             p[path].at[k] = held[path][k];
         }
-        use_avx2 = path && fast;
         do_planes(s, c->count, p[path], c->type, split_segment);
     }
-    for (int k = 0; k < c->type.width; k++)
-        check(memcmp(held[0][k], held[1][k], c->elements) == 0, "the paths split differently");
-    for (int path = 0; path < 2; path++) {
-        use_avx2 = path && fast;
+    for (int other = 1; other < paths; other++)
+        for (int k = 0; k < c->type.width; k++)
+            check(memcmp(held[0][k], held[other][k], c->elements) == 0, "the paths split differently");
+    for (path = 0; path < paths; path++) {
         spoil(c);
         do_planes(s, c->count, p[path], c->type, merge_segment);
         check(rebuilt(c), "planes are not what was split");
     }
-    for (int path = 0; path < 2; path++)
+    for (path = 0; path < paths; path++)
         for (int k = 0; k < c->type.width; k++)
             free(held[path][k]);
 }
@@ -250,7 +250,7 @@ int main(int argc, char **argv)
 {
     if (argc != 3)
         return 2;
-    fast = has_avx2();
+    paths = best_path() + 1;
     uint64_t seed = strtoull(argv[1], NULL, 10), rounds = strtoull(argv[2], NULL, 10);
     for (round_number = 0; round_number < rounds; round_number++) {
         chance = (seed << 32) + round_number + 0x9e3779b97f4a7c15ull;
@@ -262,7 +262,7 @@ int main(int argc, char **argv)
         byte_planes(&c);
         drop(&c);
     }
-    printf("%llu rounds, %s; damaged payloads: %llu refused, %llu taken\n", (unsigned long long)rounds,
-           fast ? "two paths" : "one path", (unsigned long long)refused, (unsigned long long)taken);
+    printf("%llu rounds, %d paths; damaged payloads: %llu refused, %llu taken\n", (unsigned long long)rounds,
+           paths, (unsigned long long)refused, (unsigned long long)taken);
     return 0;
 }

@@ -67,7 +67,7 @@ def test_every_special_value_becomes_every_other(kind: ElementType) -> None:
 
 @pytest.mark.parametrize("kind", ElementType)
 @pytest.mark.parametrize("density", [0.0, 0.001, 0.05, 0.5, 1.0])
-def test_the_portable_path_writes_and_reads_the_same(kind: ElementType, density: float) -> None:
+def test_every_path_of_the_kernel_writes_and_reads_the_same(kind: ElementType, density: float) -> None:
     rng = np.random.default_rng(7)
     count = 20_000 + 17
     old = rng.normal(0, 0.02, count * kind.width // 4 + 8).astype(np.float32).tobytes()
@@ -76,21 +76,21 @@ def test_the_portable_path_writes_and_reads_the_same(kind: ElementType, density:
     new[rng.random(count) < density, 0] ^= 1
     pieces = [(old, 0, new.tobytes(), 0, count)]
     taken: list[bytes | None] = []
-    for portable in (False, True):
-        before = kernel.use_portable(portable)
+    for path in range(3):
+        before = kernel.use_path(path)
         try:
             taken.append(kernel.encode_changes(kind, pieces, count))
         finally:
-            kernel.use_portable(before)
-    assert taken[0] == taken[1]
+            kernel.use_path(before)
+    assert taken[0] == taken[1] == taken[2]
     frame = frame_of(new.tobytes(), old, kind)
-    for portable in (False, True):
-        before = kernel.use_portable(portable)
+    for path in range(3):
+        before = kernel.use_path(path)
         try:
             assert frame_of(new.tobytes(), old, kind) == frame
             assert decode_frame(frame, new.nbytes, Files([old])) == new.tobytes()
         finally:
-            kernel.use_portable(before)
+            kernel.use_path(before)
 
 
 @pytest.mark.parametrize("dtype", [*SAFETENSORS, "I8", "U8", "BOOL", "F4", "F8_E8M0"])
