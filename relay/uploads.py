@@ -336,9 +336,14 @@ class Uploads:
         """Forget uploads that a head has announced, or passed by."""
         named = {ref.version for ref in head.versions}
         newest = max(named, default=0)
+        deltas = {part for ref in head.versions for d in ref.deltas for part in d.parts}
         for key, upload in list(self._by_layout.items()):
             number = upload.layout.version if upload.layout is not None else None
-            if number is not None and (number in named or number <= newest):
+            if number is None:  # deltas of a version that was announced before
+                over = not upload.parts and deltas.issuperset(upload.delta_parts)
+            else:
+                over = number in named or number <= newest
+            if over:
                 self._drop(key)
 
     async def expire(self, timeout_s: float) -> None:

@@ -25,7 +25,7 @@ from shardcast.cli.options import (
 from shardcast.cli.output import Output, is_terminal, unix_ms
 from shardcast.cli.progress import Counter, Meters, meters
 from shardcast.cli.units import count, duration, rate, size
-from shardcast.cli.xdg import default_store, remote_memory
+from shardcast.cli.xdg import default_store, remote_cache, remote_memory
 from shardcast.errors import UsageError
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from shardcast.keys import Ed25519Signer
     from shardcast.publishing import Published, PublishOptions
     from shardcast.sources import Selection
+    from shardcast.store.run import RunStore
 
 WHAT: Final = "What"
 DELTAS: Final = "Deltas"
@@ -126,12 +127,24 @@ def publish(
             rich_help_panel=DELTAS,
         ),
     ] = False,
+    cache: Annotated[
+        Path | None,
+        typer.Option(
+            "--cache",
+            metavar="DIR",
+            help="With --to: keep the last version here, to make the next delta from. Default: in "
+            "the XDG cache directory.",
+            show_default=False,
+            rich_help_panel=DELTAS,
+        ),
+    ] = None,
     store: StoreOption = None,
     link: Annotated[
         bool,
         typer.Option(
             "--link",
-            help="Hard-link the files instead of copying. For directories written once.",
+            help="Hard-link the files instead of copying, here or (with --to) in the cache. For "
+            "directories written once.",
             rich_help_panel=DISK,
         ),
     ] = False,
@@ -167,14 +180,16 @@ def publish(
 
     Without options: run `default`, store and key in the XDG directories, made where missing.
     """
+    from shardcast.protocol.documents import check_run
     from shardcast.publisher import publish_directory, require_apart
     from shardcast.publishing import PublishOptions
+    from shardcast.store.run import RunStore
     from shardcast.store.stored import Durability
 
     if to is not None and store is not None:
         raise UsageError("give either --store or --to, not both")
-    if to is not None and link:
-        raise UsageError("--link is for a local store: it cannot go with --to")
+    if cache is not None and to is None:
+        raise UsageError("--cache is for a remote origin: it goes with --to")
     options = PublishOptions(
         source=checkpoint,
         step=step,
@@ -202,7 +217,10 @@ def publish(
             stored_run = Store(store or default_store()).run(run, create=True)
             published = publish_directory(options, stored_run, signers, unix_ms, watch)
         else:
-            published = _publish_remote(options, run, to, token, signers, watch)
+            known = check_run(run)
+            here = remote_cache(to, known) if cache is None else cache / known
+            require_apart(checkpoint, here)
+            published = _publish_remote(options, RunStore(here, run), to, token, signers, watch)
         watch.finish()
     _show(out, published, watch)
     where = "" if store is None else f" --store {shlex.quote(str(store))}"
@@ -278,23 +296,22 @@ def _signers(out: Output, key: Path | None, rotate_to: Path | None) -> tuple[Ed2
 
 def _publish_remote(
     options: PublishOptions,
-    run: str,
+    cache: RunStore,
     url: str,
     token: str,
     signers: tuple[Ed25519Signer, ...],
     watch: Watch,
 ) -> Published:
     from shardcast.origin_client import OriginClient
-    from shardcast.protocol.documents import check_run
     from shardcast.store.run import RunStore
     from shardcast.uploader import publish_remote
 
-    memory = RunStore(remote_memory(url, check_run(run)), run)
+    memory = RunStore(remote_memory(url, cache.run), cache.run)
 
     def client() -> OriginClient:
-        return OriginClient(url, run, token)
+        return OriginClient(url, cache.run, token)
 
-    return publish_remote(options, memory, client, signers, unix_ms, watch)
+    return publish_remote(options, memory, client, signers, unix_ms, watch, cache)
 
 
 class Watch:
