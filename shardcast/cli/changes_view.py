@@ -56,10 +56,10 @@ def summary(changes: Changes) -> list[str]:
     kinds = ("same", "changed", "added", "removed", "retyped")
     told = [f"{changes.count(kind)} {kind}" for kind in kinds if changes.count(kind)]
     moved = sum(row.moved for row in tensors)
-    lines = [
-        f"{count(len(tensors), 'tensor')}, {size(sum(row.bytes for row in tensors))}"
-        f"{': ' if told else ''}{', '.join([*told, *([f'{moved} moved'] if moved else [])])}"
-    ]
+    if moved:
+        told.append(f"{moved} moved")
+    text = f"{count(len(tensors), 'tensor')}, {size(sum(row.bytes for row in tensors))}"
+    lines = [f"{text}: {', '.join(told)}" if told else text]
     if compared:
         line = f"{changed:,} of {compared:,} elements changed ({density(changed / compared)})"
         if changed:
