@@ -129,6 +129,34 @@ def test_publish_says_what_a_holder_of_the_version_before_fetches(cli: Cli, tmp_
     assert "delta" not in cli("publish", path.parent, "--no-delta").stdout
 
 
+def test_deltas_are_exported_verified_and_collected(cli: Cli, tmp_path: Path) -> None:
+    model, path, store = make_model(), tmp_path / "m" / "model.safetensors", tmp_path / "s"
+    blobs = store / "default" / "blobs"
+
+    def frames(directory: Path) -> set[str]:
+        return {p.name for p in directory.iterdir() if p.read_bytes()[:4] == b"SCF1"}
+
+    for seed in range(3):
+        write_model(path, step(model, seed))
+        cli("publish", path.parent, "--store", store, "--keep", "2")
+    assert len(frames(blobs)) == 2
+    assert cli("export", "default", "--store", store, "--out", tmp_path / "out").code == 0
+    exported = tmp_path / "out" / "v1" / "default" / "blobs"
+    assert frames(exported) == frames(blobs)
+    assert {p.name for p in blobs.iterdir()} <= {p.name for p in exported.iterdir()}
+
+    write_model(path, step(model, 9))
+    cli("publish", path.parent, "--store", store, "--keep", "1")
+    assert len(frames(blobs)) == 1  # those of dropped versions are gone
+    damaged = blobs / frames(blobs).pop()
+    data = bytearray(damaged.read_bytes())
+    data[len(data) // 2] ^= 1
+    damaged.write_bytes(data)
+    ran = cli("verify", store)
+    assert ran.code == 11
+    assert damaged.name in ran.stdout + ran.stderr
+
+
 def test_people_are_told_why_there_is_no_delta(cli: Cli, tmp_path: Path) -> None:
     path = tmp_path / "m" / "model.safetensors"
     write_model(path, make_model())
