@@ -28,7 +28,7 @@ class Job:
         suspects: Sources whose hedge was wrong together with bytes of another, the generation of
             those, and the error: when they turn out good, the hedge was to blame.
         optional: There is another way to what it is for, so it is given up sooner.
-        faults: How much its sources failed because of it, and not in general.
+        faults: How much each source failed because of it, and not in general, if it is optional.
         lost: Why it was given up, None while it was not.
     """
 
@@ -45,7 +45,7 @@ class Job:
     won: Flight | None = None
     suspects: dict[str, tuple[int, IntegrityError]] = field(default_factory=dict)
     optional: bool = False
-    faults: int = 0
+    faults: dict[str, int] = field(default_factory=dict)
     lost: ShardcastError | None = None
 
 

@@ -7,13 +7,15 @@ were about itself: 404, wrong bytes, cut off by a source that is well. Neither a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 from shardcast.errors import IntegrityError, NetworkError, ShardcastError, SourceStatusError
+from shardcast.selector import DEAD_AFTER, Rating
 from shardcast.verdicts import BUSY
 
-_MOST: Final = 3
-"""Faults after which a blob is given up, or two for each source if that is more."""
+_ENOUGH: Final = 3
+"""Faults after which a source has had its say about a blob."""
 
 
 def fault(error: ShardcastError, failures_in_row: int) -> int:
@@ -32,6 +34,13 @@ def fault(error: ShardcastError, failures_in_row: int) -> int:
     return 1
 
 
-def is_lost(faults: int, sources: int) -> bool:
-    """Say whether so many faults, with so many sources, are enough."""
-    return faults >= max(_MOST, 2 * sources)
+def is_lost(faults: Mapping[str, int], ratings: Mapping[str, Rating]) -> bool:
+    """Say whether a blob is to be given up: no source that lives may still have it.
+
+    Args:
+        faults: What counts against the blob, by source.
+        ratings: What is believed of each source.
+    """
+    said = {url for url in ratings if faults.get(url, 0) >= _ENOUGH}
+    dead = {url for url, rating in ratings.items() if rating.failures >= DEAD_AFTER}
+    return bool(said) and said | dead >= set(ratings)

@@ -253,8 +253,11 @@ class Schedule:
 
     def _count_fault(self, job: Job, source: str, error: ShardcastError) -> None:
         """Give up an optional job whose sources keep failing because of it."""
-        job.faults += optional.fault(error, self._selector.rating(source).failures)
-        if job.optional and not job.done and optional.is_lost(job.faults, len(self._sources)):
+        if not job.optional or job.done:
+            return
+        failures = self._selector.rating(source).failures
+        job.faults[source] = job.faults.get(source, 0) + optional.fault(error, failures)
+        if optional.is_lost(job.faults, self._selector.ratings()):
             self._lose(job, error)
 
     def _lose(self, job: Job, error: ShardcastError) -> None:
@@ -270,7 +273,7 @@ class Schedule:
 
     def _lose_starved(self, now: float) -> bool:
         """Go on without the optional jobs that were to blame; False if there are none."""
-        guilty = [job for job in self._jobs() if job.optional and job.faults and job.lost is None]
+        guilty = [job for job in self._jobs() if any(job.faults.values()) and job.lost is None]
         for job in guilty:
             self._lose(job, self._verdicts.starved([job.name]))
         if guilty:
