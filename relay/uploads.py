@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -17,6 +17,7 @@ import msgspec
 from relay.copies import copy_local
 from relay.runs import RelayRun
 from relay.threads import in_thread
+from relay.uploaded_deltas import rebuild_all, rebuildable
 from shardcast.errors import DiskFullError, MalformedError, ShardcastError
 from shardcast.protocol import manifest as manifests
 from shardcast.protocol.delta import DELTA_FORMAT, DeltaPart, decode_delta_part
@@ -81,6 +82,8 @@ class Upload:
     stored: StoredVersion | None = None
     index: dict[str, int] = field(default_factory=dict)
     copying: asyncio.Task[None] | None = None
+    rebuilding: asyncio.Task[None] | None = None
+    tried: set[str] = field(default_factory=set)
 
     def take(self, digest: str, document: Document) -> None:
         """Take in a document of this version."""
@@ -94,6 +97,10 @@ class Upload:
             case DeltaPart():
                 self.delta_parts[digest] = document
                 self.blobs.update({blob.digest: blob.bytes for blob in document.blobs})
+
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """Return what is under way for it."""
+        return [task for task in (self.copying, self.rebuilding) if task is not None]
 
     def version(self, run: str) -> Version | None:
         """Return what the documents so far say, None before the layout.
@@ -239,6 +246,40 @@ class Uploads:
             others = await in_thread(self.on_disk)
             await copy_local(self.run, stored, others)
 
+    async def rebuild(self, digests: Collection[str]) -> None:
+        """Rebuild what deltas that were uploaded give of these shards; return when that is done.
+
+        Each delta is tried once. A cancellation ends the waiting only.
+        """
+        for upload in list(self._by_layout.values()):
+            if upload.stored is None or upload.index.keys().isdisjoint(digests):
+                continue
+            if upload.rebuilding is None or upload.rebuilding.done():
+                upload.rebuilding = asyncio.create_task(self._rebuild(upload, upload.stored))
+            upload.touched = self._clock()
+            await asyncio.wait([upload.rebuilding])
+            upload.touched = self._clock()
+
+    async def _rebuild(self, upload: Upload, stored: StoredVersion) -> None:
+        fresh = [part for digest, part in upload.delta_parts.items() if digest not in upload.tried]
+        if not fresh or stored.committed or not stored.version.complete:
+            return
+        upload.tried |= upload.delta_parts.keys()
+        await self._settle(stored)
+        try:
+            found = rebuildable(fresh, stored, await in_thread(self.on_disk))
+            done = await rebuild_all(self.run, stored, found)
+        except ShardcastError as error:
+            log.warning("run %s: nothing comes from uploaded deltas: %s", self.run.name, error)
+            return
+        if done:
+            log.info(
+                "run %s: %d bytes of version %d came from its delta",
+                self.run.name,
+                done,
+                stored.version.number,
+            )
+
     def on_disk(self) -> list[StoredVersion]:
         """Return every version on disk, newest first. Blocking."""
         store = self.run.store
@@ -362,13 +403,13 @@ class Uploads:
 
     def _drop(self, key: str) -> None:
         upload = self._by_layout.pop(key, None)
-        if upload is not None and upload.copying is not None:
-            upload.copying.cancel()
+        for task in () if upload is None else upload.tasks():
+            task.cancel()
         self.run.uploads = len(self._by_layout)
 
     async def close(self) -> None:
         """Stop copying."""
-        tasks = [u.copying for u in self._by_layout.values() if u.copying is not None]
+        tasks = [task for upload in self._by_layout.values() for task in upload.tasks()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -321,13 +321,12 @@ class _Upload:
         self._watch = watch
 
     def send(self, made: _Hashed, selection: Selection) -> int:
-        """Send documents, then deltas, then the shards that are lacking; return the bytes of these.
+        """Send documents, deltas, then the shards that are lacking; return the bytes of both.
 
-        Deltas go first: whoever can rebuild shards from them need not be sent the shards.
+        Deltas go first: an origin that can rebuild shards from them need not be sent the shards.
         """
         self._send_documents(made.documents.blobs)
-        if made.cache is not None:
-            self.send_deltas(made.deltas, made.cache)
+        before = 0 if made.cache is None else self.send_deltas(made.deltas, made.cache)
         extents = made.documents.version.shards_of()
         staged = made.staged
 
@@ -345,10 +344,10 @@ class _Upload:
         total = sum(body.length for body in bodies.values())
         self._watch.uploading(total)
         self._send_all(bodies, self._watch.uploaded)
-        return total
+        return before + total
 
-    def send_deltas(self, deltas: Sequence[Delta], cache: RunStore) -> None:
-        """Send the parts and blobs of deltas that lie in the cache."""
+    def send_deltas(self, deltas: Sequence[Delta], cache: RunStore) -> int:
+        """Send the parts and blobs of deltas that lie in the cache; return the bytes of the blobs."""
         for delta in deltas:
             self._send_documents(delta.parts)
         blobs = {digest: size for delta in deltas for digest, size in delta.blobs.items()}
@@ -357,6 +356,7 @@ class _Upload:
             for digest in self._client.missing(list(blobs))
         }
         self._send_all(bodies, lambda count: None)
+        return sum(body.length for body in bodies.values())
 
     def _send_documents(self, documents: Mapping[str, bytes]) -> None:
         for digest in self._client.missing(list(documents)):

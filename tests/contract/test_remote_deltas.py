@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 
 from shardcast import keys
+from shardcast.codec.decode import decode_frame_into
+from shardcast.codec.encode import BaseReader, encode_frame
 from shardcast.errors import DiskFullError, NetworkError
 from shardcast.origin_client import Body, OriginClient
 from shardcast.protocol.head import Head
@@ -94,6 +97,7 @@ def test_a_step_is_announced_at_the_origin_with_its_delta(origin: Origin, traine
     done = trainer.publish(origin, new)
     assert check(origin, 2) == [1]
     assert done.ref.deltas[0].bytes < 1.5 * changed_elements(old, new)
+    assert done.uploaded_bytes < done.ref.deltas[0].bytes  # the origin rebuilt all shards
     assert files_of(origin.root / "run" / "versions" / "000002") == files_of(trainer.source)
     assert trainer.notices == []
 
@@ -189,14 +193,8 @@ def test_a_publisher_that_was_cut_off_goes_on_and_still_has_its_base(
     origin: Origin, trainer: Trainer
 ) -> None:
     class Dying(OriginClient):
-        left = 3
-
-        def put_blob(self, digest: str, body: Body) -> None:
-            if body.path is not None and body.path.parent.name != "blobs":
-                Dying.left -= 1
-                if Dying.left < 0:
-                    raise NetworkError("cut off", source=self.url)
-            super().put_blob(digest, body)
+        def put_head(self, envelope: bytes, previous: bytes | None) -> None:
+            raise NetworkError("cut off", source=self.url)
 
     model = make_model()
     trainer.publish(origin, model)
@@ -204,10 +202,9 @@ def test_a_publisher_that_was_cut_off_goes_on_and_still_has_its_base(
     with pytest.raises(NetworkError):
         trainer.publish(origin, step(model, 1))
     trainer.client = OriginClient
-    again = step(model, 1)
-    done = trainer.publish(origin, again)
+    done = trainer.publish(origin, step(model, 1))
     assert check(origin, 2) == [1]
-    assert done.uploaded_bytes > 0
+    assert done.uploaded_bytes == 0  # the delta came before, and the shards from it
 
 
 def test_a_publisher_killed_after_its_head_still_has_a_base(
@@ -230,3 +227,54 @@ def test_a_publisher_killed_after_its_head_still_has_a_base(
     assert (cache.committed(), cache.staged()) == ([], [1])
     trainer.publish(origin, step(model, 1))
     assert check(origin, 2) == [1]
+
+
+def test_what_a_delta_does_not_give_is_sent(origin: Origin, trainer: Trainer) -> None:
+    """Noise is left out of the delta; a damaged shard of the origin's base rebuilds nothing."""
+    model = make_model()
+    (trainer.source / "noise").parent.mkdir(parents=True)
+    (trainer.source / "noise").write_bytes(os.urandom(300_000))
+    trainer.publish(origin, model)
+    (trainer.source / "noise").write_bytes(os.urandom(300_000))
+    done = trainer.publish(origin, step(model, 1))
+    assert 300_000 < done.uploaded_bytes < 350_000
+
+    base = origin.root / "run" / "versions" / "000002" / "model.safetensors"
+    with open(base, "r+b") as file:
+        file.seek(300_000)
+        file.write(b"a bit of damage")
+    done = trainer.publish(origin, step(model, 2))
+    assert done.uploaded_bytes > 256 * 1024
+    assert files_of(origin.root / "run" / "versions" / "000003") == files_of(trainer.source)
+
+
+def test_an_origin_without_the_base_is_sent_everything(origin: Origin, trainer: Trainer) -> None:
+    model = make_model()
+    trainer.publish(origin, model)
+    shutil.rmtree(origin.root / "run" / "versions" / "000001")
+    done = trainer.publish(origin, step(model, 1))
+    assert done.uploaded_bytes > done.ref.bytes
+    assert files_of(origin.root / "run" / "versions" / "000002") == files_of(trainer.source)
+
+
+def test_a_lying_delta_costs_its_upload_and_nothing_else(
+    origin: Origin, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model()
+    trainer.publish(origin, model)
+
+    def other(new: memoryview, *args: Any) -> bytes:
+        changed = bytearray(new)
+        changed[len(changed) // 2] ^= 1
+        return encode_frame(memoryview(changed), *args)
+
+    def as_if(frame: bytes, out: memoryview, base: BaseReader) -> None:
+        decode_frame_into(frame, out, base)
+        out[len(out) // 2] ^= 1
+
+    monkeypatch.setattr("shardcast.delta_making.encode_frame", other)
+    monkeypatch.setattr("shardcast.delta_making.decode_frame_into", as_if)
+    done = trainer.publish(origin, step(model, 1))
+    assert len(done.ref.deltas) == 1
+    assert done.uploaded_bytes > 256 * 1024  # the shard that does not come out
+    assert files_of(origin.root / "run" / "versions" / "000002") == files_of(trainer.source)
