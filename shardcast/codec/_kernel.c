@@ -146,7 +146,7 @@ typedef struct {
     int pause; /* between rebuilds; doubles */
 } Table;
 
-static void rebuild(Table *t)
+static __attribute__((noinline)) void rebuild(Table *t)
 {
     uint32_t spread = SCALE - (uint32_t)t->symbols, given = 0, most = 0;
     int largest = 0;
@@ -183,26 +183,34 @@ static void begin_table(Table *t, int symbols)
     rebuild(t);
 }
 
+static __attribute__((noinline)) void relearn(Table *t)
+{
+    if (t->total > COUNT_LIMIT) {
+        t->total = 0;
+        for (int i = 0; i < t->symbols; i++) {
+            t->counts[i] = (t->counts[i] >> 1) | 1;
+            t->total += t->counts[i];
+        }
+    }
+    rebuild(t);
+    if (t->pause < LAST_REBUILD)
+        t->pause *= 2;
+    t->left = t->pause;
+}
+
 static inline void learn(Table *t, int symbol)
 {
     t->counts[symbol] += COUNT_STEP;
     t->total += COUNT_STEP;
-    if (--t->left == 0) {
-        if (t->total > COUNT_LIMIT) {
-            t->total = 0;
-            for (int i = 0; i < t->symbols; i++) {
-                t->counts[i] = (t->counts[i] >> 1) | 1;
-                t->total += t->counts[i];
-            }
-        }
-        rebuild(t);
-        if (t->pause < LAST_REBUILD)
-            t->pause *= 2;
-        t->left = t->pause;
-    }
+    if (--t->left == 0)
+        relearn(t);
 }
 
-/* --- rANS: words of 16 bits, a state of 32 ------------------------------------------------------ */
+/* --- rANS: words of 16 bits, a state of 32 ------------------------------------------------------
+ *
+ * Gaps and values are two streams, because a processor can decode them side by side. The first is read from
+ * its beginning on, the second from its end backwards; they meet.
+ */
 
 #define STATE_LOW ((uint32_t)1 << 16)
 
@@ -246,48 +254,73 @@ static void put_bits(Writer *w, uint64_t value, int bits)
 }
 
 typedef struct {
-    const uint8_t *at, *end;
-    uint32_t state;
-    int over; /* read past the end */
+    const uint8_t *low, *high; /* what is left */
+    uint32_t gaps, values;     /* the states */
+    int over;                  /* read past the end */
 } Reader;
 
-static inline uint32_t next_word(Reader *r)
+enum { GAPS, VALUES };
+
+/* Whether a word is needed is a coin toss: no branch on it. */
+static inline __attribute__((always_inline)) void
+advance(Reader *r, int stream, uint32_t start, uint32_t width)
 {
-    if (r->end - r->at < 2) {
-        r->over = 1;
-        return 0;
+    uint32_t state = stream == GAPS ? r->gaps : r->values, word = 0;
+    state = width * (state >> SCALE_BITS) + (state & (SCALE - 1)) - start;
+    uint32_t need = state < STATE_LOW;
+    if (r->high - r->low < 2)
+        r->over |= (int)need;
+    else if (stream == GAPS) {
+        word = (uint32_t)load(r->low, 2);
+        r->low += 2 * need;
+    } else {
+        word = (uint32_t)load(r->high - 2, 2);
+        r->high -= 2 * need;
     }
-    uint32_t word = (uint32_t)r->at[0] | (uint32_t)r->at[1] << 8;
-    r->at += 2;
-    return word;
+    state = need ? state << 16 | word : state;
+    if (stream == GAPS)
+        r->gaps = state;
+    else
+        r->values = state;
 }
 
-static inline void advance(Reader *r, uint32_t start, uint32_t width)
+static inline uint32_t slot_of(const Reader *r, int stream)
 {
-    r->state = width * (r->state >> SCALE_BITS) + (r->state & (SCALE - 1)) - start;
-    if (r->state < STATE_LOW)
-        r->state = r->state << 16 | next_word(r);
+    return (stream == GAPS ? r->gaps : r->values) & (SCALE - 1);
 }
 
-static inline int get_symbol(Reader *r, Table *t)
+static inline __attribute__((always_inline)) int
+get_symbol(Reader *r, int stream, Table *t)
 {
-    uint32_t slot = r->state & (SCALE - 1);
+    uint32_t slot = slot_of(r, stream);
     int symbol = t->lookup[slot >> (SCALE_BITS - LOOKUP_BITS)];
     while (t->starts[symbol + 1] <= slot)
         symbol++;
-    advance(r, t->starts[symbol], (uint32_t)t->starts[symbol + 1] - t->starts[symbol]);
+    advance(r, stream, t->starts[symbol], (uint32_t)t->starts[symbol + 1] - t->starts[symbol]);
     learn(t, symbol);
     return symbol;
 }
 
-static inline uint64_t get_bits(Reader *r, int bits)
+/* A symbol of a table of two, each about as likely. */
+static inline __attribute__((always_inline)) int
+get_coin(Reader *r, int stream, Table *t)
+{
+    uint32_t slot = slot_of(r, stream), middle = t->starts[1];
+    int symbol = slot >= middle;
+    advance(r, stream, symbol ? middle : 0, symbol ? SCALE - middle : middle);
+    learn(t, symbol);
+    return symbol;
+}
+
+static inline __attribute__((always_inline)) uint64_t
+get_bits(Reader *r, int stream, int bits)
 {
     uint64_t value = 0;
     int done = 0;
     while (done < bits) {
         int some = bits - done > 12 ? 12 : bits - done;
-        uint32_t part = (r->state & (SCALE - 1)) >> (SCALE_BITS - some);
-        advance(r, part << (SCALE_BITS - some), 1u << (SCALE_BITS - some));
+        uint32_t part = slot_of(r, stream) >> (SCALE_BITS - some);
+        advance(r, stream, part << (SCALE_BITS - some), 1u << (SCALE_BITS - some));
         value |= (uint64_t)part << done;
         done += some;
     }
@@ -301,9 +334,9 @@ enum {
     CONTEXTS = 48, /* expected gaps: two to the octave */
     SMALL_VALUES = 8,
     SIGN_CONTEXTS = 16,
-    LEAN_RATE = 6,
     VALUE_SYMBOLS = SMALL_VALUES + 65,
     ONE = 1 << 16,
+    LEAN_RATE = ONE / 6,
     OWN_RATE = ONE / 50,
     NEAR_RATE = ONE / 20,
     FAR_RATE = ONE / 512
@@ -337,7 +370,7 @@ static const uint32_t LOG2_FRACTION[65] = {
 };
 
 /* log2(value + 1/2), 16 fractional bits; linear between 64 points to the octave. */
-static inline int64_t log2_half(uint64_t value)
+static int64_t compute_log2_half(uint64_t value)
 {
     uint64_t twice = 2 * value + 1;
     int top = 63 - __builtin_clzll(twice);
@@ -346,6 +379,21 @@ static inline int64_t log2_half(uint64_t value)
     uint32_t index = (uint32_t)(fraction >> 16), rest = (uint32_t)(fraction & 0xffff);
     uint32_t low = LOG2_FRACTION[index], high = LOG2_FRACTION[index + 1];
     return (int64_t)(top - 1) * ONE + low + (((int64_t)(high - low) * rest) >> 16);
+}
+
+enum { SMALL_LOGS = 1024 };
+
+static int32_t small_logs[SMALL_LOGS]; /* filled by prepare */
+
+static inline int64_t log2_half(uint64_t value)
+{
+    return value < SMALL_LOGS ? small_logs[value] : compute_log2_half(value);
+}
+
+/* x / 2^bits, rounded down (as GCC and clang shift; C leaves it to them). */
+static inline int64_t floor_shift(int64_t x, int bits)
+{
+    return x >> bits;
 }
 
 static inline int bucket_of(uint64_t gap, int *extra)
@@ -378,7 +426,7 @@ static uint64_t power(uint64_t base, uint64_t exponent)
 }
 
 /* Before anything is known: gaps of changes that fall independently, at the rate of the context. */
-static void begin_gaps(Table *t, int context, int symbols)
+static __attribute__((noinline)) void begin_gaps(Table *t, int context, int symbols)
 {
     /* E log2(gap) of a geometric gap with mean m is log2(m) - 0.83 */
     int quarter = 2 * context + 3;
@@ -397,10 +445,10 @@ static void begin_gaps(Table *t, int context, int symbols)
     begin_table(t, symbols);
 }
 
-static Table *gap_table(Model *m, int class)
+static inline Table *gap_table(Model *m, int class)
 {
-    int64_t expected = m->mean[class] - (m->far - m->near) / 2;
-    int64_t context = (expected + ONE / 4) / (ONE / 2);
+    int64_t expected = m->mean[class] - floor_shift(m->far - m->near, 1);
+    int64_t context = floor_shift(expected + ONE / 4, 15);
     int k = context < 0 ? 0 : context >= CONTEXTS ? CONTEXTS - 1 : (int)context;
     if (!m->begun_gaps[k]) {
         begin_gaps(&m->gaps[k], k, m->gap_symbols);
@@ -409,7 +457,7 @@ static Table *gap_table(Model *m, int class)
     return &m->gaps[k];
 }
 
-static Table *value_table(Model *m, int exponent)
+static inline Table *value_table(Model *m, int exponent)
 {
     Table *t = &m->values[exponent];
     if (!m->begun_values[exponent]) {
@@ -421,7 +469,7 @@ static Table *value_table(Model *m, int exponent)
     return t;
 }
 
-static Table *sign_table(Model *m)
+static inline Table *sign_table(Model *m)
 {
     int k = (int)(m->lean * SIGN_CONTEXTS >> 16);
     k = k >= SIGN_CONTEXTS ? SIGN_CONTEXTS - 1 : k;
@@ -451,11 +499,16 @@ static inline void saw(Model *m, int class, uint64_t gap, uint64_t position)
     int64_t own = log2_half(gap) - m->mean[class];
     uint32_t n = m->seen[class] < 64 ? ++m->seen[class] : 64;
     int64_t rate = n < 50 ? ONE / (int64_t)(n + 1) : OWN_RATE;
-    m->mean[class] += own * rate / ONE;
+    m->mean[class] += floor_shift(own * rate, 16);
     int64_t all = log2_half(position - m->last);
-    m->near += (all - m->near) * NEAR_RATE / ONE;
-    m->far += (all - m->far) * FAR_RATE / ONE;
+    m->near += floor_shift((all - m->near) * NEAR_RATE, 16);
+    m->far += floor_shift((all - m->far) * FAR_RATE, 16);
     m->last = position + 1;
+}
+
+static inline void learn_lean(Model *m, int negative)
+{
+    m->lean += floor_shift(((int64_t)negative * ONE - m->lean) * LEAN_RATE, 16);
 }
 
 static inline int value_symbol(uint64_t size, int *bits, uint64_t *rest)
@@ -692,6 +745,19 @@ classes_avx512(const uint8_t *at, Type type, int lowest)
     return _mm512_min_epu8(_mm512_subs_epu8(v, low), top);
 }
 
+/* The sizes of the intersections with four sets, a byte each. */
+AVX512 static inline __attribute__((always_inline)) __m512i
+size_of_four_avx512(__m512i set, const __m512i ones[4])
+{
+    __m512i a = _mm512_popcnt_epi64(_mm512_and_si512(set, ones[0]));
+    __m512i b = _mm512_popcnt_epi64(_mm512_and_si512(set, ones[1]));
+    __m512i c = _mm512_popcnt_epi64(_mm512_and_si512(set, ones[2]));
+    __m512i d = _mm512_popcnt_epi64(_mm512_and_si512(set, ones[3]));
+    a = _mm512_or_si512(a, _mm512_slli_epi64(b, 8));
+    c = _mm512_or_si512(_mm512_slli_epi64(c, 16), _mm512_slli_epi64(d, 24));
+    return _mm512_or_si512(a, c);
+}
+
 AVX512 static inline __attribute__((always_inline)) void
 stretch_avx512(Stretch *s, const uint8_t *at, Type type, int lowest)
 {
@@ -712,15 +778,8 @@ stretch_avx512(Stretch *s, const uint8_t *at, Type type, int lowest)
         _mm512_and_si512(a, b),
     };
     __m512i fours[3] = {_mm512_andnot_si512(_mm512_or_si512(c, d), all), _mm512_andnot_si512(d, c), d};
-    __m512i low = _mm512_setzero_si512(), high = low;
-    for (int k = 0; k < 8; k++) {
-        __m512i size = _mm512_popcnt_epi64(_mm512_and_si512(fours[k >> 2], ones[k & 3]));
-        low = _mm512_or_si512(low, _mm512_slli_epi64(size, 8 * (unsigned)k));
-    }
-    for (int k = 0; k < 4; k++) {
-        __m512i size = _mm512_popcnt_epi64(_mm512_and_si512(fours[2], ones[k]));
-        high = _mm512_or_si512(high, _mm512_slli_epi64(size, 8 * (unsigned)k));
-    }
+    __m512i low = size_of_four_avx512(fours[0], ones), high = size_of_four_avx512(fours[2], ones);
+    low = _mm512_or_si512(low, _mm512_slli_epi64(size_of_four_avx512(fours[1], ones), 32));
     /* lanes of 16 bytes, a block each: even ones, odd ones, and then in their order */
     __m512i even = _mm512_unpacklo_epi64(low, high), odd = _mm512_unpackhi_epi64(low, high);
     const __m512i first = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11);
@@ -732,10 +791,10 @@ stretch_avx512(Stretch *s, const uint8_t *at, Type type, int lowest)
 /* Which elements of a block are of a class. */
 static inline uint64_t members_of(const Stretch *s, int block, int class)
 {
-    uint64_t of = ~(uint64_t)0;
-    for (int k = 0; k < 4; k++)
-        of &= class >> k & 1 ? s->bit[k][block] : ~s->bit[k][block];
-    return of;
+    uint64_t not0 = (uint64_t)(class & 1) - 1, not1 = (uint64_t)(class >> 1 & 1) - 1;
+    uint64_t not2 = (uint64_t)(class >> 2 & 1) - 1, not3 = (uint64_t)(class >> 3 & 1) - 1;
+    return (s->bit[0][block] ^ not0) & (s->bit[1][block] ^ not1) & (s->bit[2][block] ^ not2)
+           & (s->bit[3][block] ^ not3);
 }
 
 AVX512 static inline __attribute__((always_inline)) uint64_t
@@ -910,12 +969,12 @@ static void put_value(Writer *w, Model *m, const Event *event)
     if (bits)
         put_bits(w, rest, bits);
     put_symbol(w, sign_table(m), negative);
-    m->lean += ((negative ? ONE : 0) - m->lean) / LEAN_RATE;
+    learn_lean(m, negative);
 }
 
 /* Write what decode reads: for each class its first gap, then for each change its value and the next
  * gap of its class. */
-static int write_events(Writer *w, Model *m, Finder *f)
+static int write_events(Writer *gaps, Writer *values, Model *m, Finder *f)
 {
     size_t first[CLASSES];
     for (int k = 0; k < CLASSES; k++)
@@ -925,41 +984,70 @@ static int write_events(Writer *w, Model *m, Finder *f)
         first[f->events[i].class] = i;
     }
     for (int k = 0; k < CLASSES; k++)
-        put_gap(w, m, k, first[k] < f->count ? &f->events[first[k]] : NULL);
-    for (size_t i = 0; i < f->count && !w->failed; i++) {
+        put_gap(gaps, m, k, first[k] < f->count ? &f->events[first[k]] : NULL);
+    for (size_t i = 0; i < f->count && !gaps->failed && !values->failed; i++) {
         const Event *e = &f->events[i];
         saw(m, e->class, e->gap, e->position);
-        put_value(w, m, e);
-        put_gap(w, m, e->class, e->following < f->count ? &f->events[e->following] : NULL);
+        put_value(values, m, e);
+        put_gap(gaps, m, e->class, e->following < f->count ? &f->events[e->following] : NULL);
     }
-    return !w->failed;
+    return !gaps->failed && !values->failed;
 }
 
-/* Code the operations backwards; return the bytes, or NULL. */
-static uint8_t *finish(Writer *w, size_t head, size_t *length)
+static inline uint32_t coded(uint32_t state, uint32_t op)
 {
-    size_t room = head + 4 + 2 * w->count + 2;
-    uint8_t *bytes = malloc(room), *at;
+    uint32_t start = op & 0xffff, width = (op >> 16) + 1;
+    return ((state / width) << SCALE_BITS) + state % width + start;
+}
+
+static inline int is_full(uint32_t state, uint32_t op)
+{
+    return state >= (uint64_t)(STATE_LOW >> SCALE_BITS << 16) * ((op >> 16) + 1);
+}
+
+/* Code the operations, the last one first; return the bytes after `head` free ones, or NULL. */
+static uint8_t *finish(const Writer *gaps, const Writer *values, size_t head, size_t *length)
+{
+    size_t most = gaps->count + values->count, room = head + 8 + 2 * most;
+    uint8_t *bytes = malloc(room);
     if (bytes == NULL)
         return NULL;
-    at = bytes + room;
+    /* Values are read from the end: what is coded last lies last. */
+    uint8_t *at = bytes + head;
     uint32_t state = STATE_LOW;
-    for (size_t i = w->count; i-- > 0;) {
-        uint32_t start = w->ops[i] & 0xffff, width = (w->ops[i] >> 16) + 1;
-        if (state >= (uint64_t)(STATE_LOW >> SCALE_BITS << 16) * width) {
-            *--at = (uint8_t)(state >> 8);
-            *--at = (uint8_t)state;
+    for (size_t i = values->count; i-- > 0;) {
+        if (is_full(state, values->ops[i])) {
+            store(at, 2, state);
+            at += 2;
             state >>= 16;
         }
-        state = ((state / width) << SCALE_BITS) + state % width + start;
+        state = coded(state, values->ops[i]);
+    }
+    store(at, 4, state);
+    uint8_t *middle = at + 4;
+    /* Gaps from the beginning: coded from the end of the room on, then joined to the values. */
+    at = bytes + room;
+    state = STATE_LOW;
+    for (size_t i = gaps->count; i-- > 0;) {
+        if (is_full(state, gaps->ops[i])) {
+            at -= 2;
+            store(at, 2, state);
+            state >>= 16;
+        }
+        state = coded(state, gaps->ops[i]);
     }
     at -= 4;
-    for (int i = 0; i < 4; i++)
-        at[i] = (uint8_t)(state >> (8 * i));
-    *length = (size_t)(bytes + room - at);
-    memmove(bytes + head, at, *length);
-    *length += head;
-    return bytes;
+    store(at, 4, state);
+    /* gaps | values: turn the two around */
+    size_t of_values = (size_t)(middle - bytes) - head, of_gaps = (size_t)(bytes + room - at);
+    uint8_t *joined = malloc(head + of_values + of_gaps);
+    if (joined != NULL) {
+        memcpy(joined + head, at, of_gaps);
+        memcpy(joined + head + of_gaps, bytes + head, of_values);
+        *length = head + of_gaps + of_values;
+    }
+    free(bytes);
+    return joined;
 }
 
 /* --- applying changes ---------------------------------------------------------------------------- */
@@ -976,20 +1064,22 @@ typedef struct {
     int wrong;
 } Applier;
 
-static uint32_t get_gap(Applier *a, int class)
+static inline __attribute__((always_inline)) uint32_t
+get_gap(Applier *a, int class)
 {
-    int symbol = get_symbol(a->reader, gap_table(a->model, class));
+    int symbol = get_symbol(a->reader, GAPS, gap_table(a->model, class));
     if (symbol == a->model->gap_symbols - 1 || a->reader->over)
         return NEVER;
     int extra;
     uint64_t gap = bucket_start(symbol, &extra);
-    gap += get_bits(a->reader, extra);
+    gap += get_bits(a->reader, GAPS, extra);
     return gap < NEVER ? (uint32_t)gap : NEVER;
 }
 
-static int64_t get_value(Applier *a, int exponent)
+static inline __attribute__((always_inline)) int64_t
+get_value(Applier *a, int exponent)
 {
-    int symbol = get_symbol(a->reader, value_table(a->model, exponent));
+    int symbol = get_symbol(a->reader, VALUES, value_table(a->model, exponent));
     uint64_t size = (uint64_t)symbol + 1;
     if (symbol >= SMALL_VALUES) {
         int top = symbol - SMALL_VALUES;
@@ -997,20 +1087,22 @@ static int64_t get_value(Applier *a, int exponent)
             a->wrong = 1;
             top = 63;
         }
-        size = (uint64_t)1 << top | get_bits(a->reader, top);
+        size = (uint64_t)1 << top | get_bits(a->reader, VALUES, top);
     }
-    int negative = get_symbol(a->reader, sign_table(a->model));
-    a->model->lean += ((negative ? ONE : 0) - a->model->lean) / LEAN_RATE;
-    return (int64_t)(negative ? (uint64_t)0 - size : size);
+    int negative = get_coin(a->reader, VALUES, sign_table(a->model));
+    learn_lean(a->model, negative);
+    uint64_t all = (uint64_t)0 - (uint64_t)negative;
+    return (int64_t)((size ^ all) - all);
 }
 
 /* The element at `at`, of `class`, changes. Leaves in `gap` how many elements of the class come before
  * the next change. */
-static void apply_one(Applier *a, uint8_t *at, uint64_t old, int class, uint64_t position)
+static inline __attribute__((always_inline)) void
+apply_one(Applier *a, uint8_t *at, uint64_t old, int class, uint64_t position, Type type)
 {
     saw(a->model, class, a->gap[class], position);
-    int64_t d = get_value(a, value_exponent(exponent_of(old, a->type), a->lowest));
-    store(at, a->type.width, from_order(to_order(old, a->type) + (uint64_t)d, a->type));
+    int64_t d = get_value(a, value_exponent(exponent_of(old, type), a->lowest));
+    store(at, type.width, from_order(to_order(old, type) + (uint64_t)d, type));
     a->gap[class] = get_gap(a, class);
 }
 
@@ -1022,7 +1114,7 @@ static inline void apply_portable(Applier *a, const uint8_t *base, uint8_t *out,
         uint64_t old = load(base + i * type.width, type.width);
         int class = class_of(exponent_of(old, type), a->lowest);
         if (a->ahead[class]-- == 0) {
-            apply_one(a, out + i * type.width, old, class, position + i);
+            apply_one(a, out + i * type.width, old, class, position + i, type);
             a->ahead[class] = a->gap[class];
         }
     }
@@ -1051,7 +1143,7 @@ AVX2 static void apply_block_avx2(Applier *a, const uint8_t *b, uint8_t *o, cons
             }
         }
         uint64_t old = load(b + bit * (size_t)type.width, type.width);
-        apply_one(a, o + bit * (size_t)type.width, old, class, position + bit);
+        apply_one(a, o + bit * (size_t)type.width, old, class, position + bit, type);
         a->ahead[class] += 1 + a->gap[class];
         if (a->ahead[class] >= count_bits(of[class]))
             due &= ~((uint32_t)1 << class);
@@ -1124,7 +1216,7 @@ apply_avx512(Applier *a, const uint8_t *base, uint8_t *out, size_t count, uint64
                     }
                 }
                 uint64_t old = load(b + bit * (size_t)type.width, type.width);
-                apply_one(a, o + bit * (size_t)type.width, old, class, position + at + bit);
+                apply_one(a, o + bit * (size_t)type.width, old, class, position + at + bit, type);
                 a->ahead[class] += 1 + a->gap[class];
                 ahead = _mm512_mask_set1_epi32(ahead, (__mmask16)(1u << class), (int)a->ahead[class]);
                 if (a->ahead[class] >= s.sizes[j][class])
@@ -1224,9 +1316,10 @@ static int all_same(const Segment *s, size_t segments, Type type)
 static uint8_t *encode(const Segment *s, size_t segments, Type type, size_t most, size_t *length, int *full)
 {
     Finder f;
-    Writer w;
+    Writer gaps, values;
     memset(&f, 0, sizeof f);
-    memset(&w, 0, sizeof w);
+    memset(&gaps, 0, sizeof gaps);
+    memset(&values, 0, sizeof values);
     f.most = most;
     *length = 0;
     *full = 0;
@@ -1249,8 +1342,8 @@ static uint8_t *encode(const Segment *s, size_t segments, Type type, size_t most
         }
         if (m != NULL) {
             begin_model(m, elements, first);
-            if (write_events(&w, m, &f))
-                bytes = finish(&w, HEAD, length);
+            if (write_events(&gaps, &values, m, &f))
+                bytes = finish(&gaps, &values, HEAD, length);
             free(m);
         }
         if (bytes != NULL) {
@@ -1260,14 +1353,15 @@ static uint8_t *encode(const Segment *s, size_t segments, Type type, size_t most
         }
     }
     free(f.events);
-    free(w.ops);
+    free(gaps.ops);
+    free(values.ops);
     return bytes;
 }
 
 /* Return 0, or -1 without memory, or 1 for bytes that encode never wrote. */
 static int decode(const uint8_t *bytes, size_t length, const Segment *s, size_t segments, Type type)
 {
-    if (length < HEAD + 4 || (bytes[0] | (uint64_t)bytes[1] << 8) > type.mask)
+    if (length < HEAD + 8 || (bytes[0] | (uint64_t)bytes[1] << 8) > type.mask)
         return 1;
     Model *m = malloc(sizeof *m);
     if (m == NULL)
@@ -1275,9 +1369,9 @@ static int decode(const uint8_t *bytes, size_t length, const Segment *s, size_t 
     uint64_t elements = 0;
     for (size_t i = 0; i < segments; i++)
         elements += s[i].count;
-    Reader r = {bytes + HEAD + 4, bytes + length, 0, 0};
-    for (int i = 0; i < 4; i++)
-        r.state |= (uint32_t)bytes[HEAD + i] << (8 * i);
+    Reader r = {bytes + HEAD + 4, bytes + length - 4, 0, 0, 0};
+    r.gaps = (uint32_t)load(bytes + HEAD, 4);
+    r.values = (uint32_t)load(bytes + length - 4, 4);
     Applier a;
     memset(&a, 0, sizeof a);
     a.reader = &r;
@@ -1291,7 +1385,7 @@ static int decode(const uint8_t *bytes, size_t length, const Segment *s, size_t 
     free(m);
     for (int k = 0; k < CLASSES; k++)
         a.wrong |= a.ahead[k] < NEVER / 2; /* a change was announced beyond the end */
-    return a.wrong || r.over || r.at != r.end || r.state != STATE_LOW;
+    return a.wrong || r.over || r.low != r.high || r.gaps != STATE_LOW || r.values != STATE_LOW;
 }
 
 /* --- byte planes: for what changed so much that its places are not worth telling --------------------- */
@@ -1561,6 +1655,12 @@ static void do_planes(const Segment *s, size_t segments, Planes p, Type type,
         for (int k = 0; k < type.width; k++)
             p.at[k] += s[i].count;
     }
+}
+
+static void prepare(void)
+{
+    for (uint64_t i = 0; i < SMALL_LOGS; i++)
+        small_logs[i] = (int32_t)compute_log2_half(i);
 }
 
 static int best_path(void)
@@ -1894,6 +1994,7 @@ static struct PyModuleDef MODULE = {
 
 PyMODINIT_FUNC PyInit__kernel(void)
 {
+    prepare();
     path = best_path();
     return PyModule_Create(&MODULE);
 }

@@ -250,6 +250,7 @@ int main(int argc, char **argv)
 {
     if (argc != 3)
         return 2;
+    prepare();
     paths = best_path() + 1;
     uint64_t seed = strtoull(argv[1], NULL, 10), rounds = strtoull(argv[2], NULL, 10);
     for (round_number = 0; round_number < rounds; round_number++) {
