@@ -67,7 +67,9 @@ def test_every_special_value_becomes_every_other(kind: ElementType) -> None:
 
 @pytest.mark.parametrize("kind", ElementType)
 @pytest.mark.parametrize("density", [0.0, 0.001, 0.05, 0.5, 1.0])
-def test_every_path_of_the_kernel_writes_and_reads_the_same(kind: ElementType, density: float) -> None:
+def test_every_path_of_the_kernel_writes_and_reads_the_same(
+    kind: ElementType, density: float
+) -> None:
     rng = np.random.default_rng(7)
     count = 20_000 + 17
     old = rng.normal(0, 0.02, count * kind.width // 4 + 8).astype(np.float32).tobytes()
