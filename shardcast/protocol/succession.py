@@ -10,7 +10,12 @@ import msgspec
 from shardcast.errors import NotFoundError, WithdrawnError
 from shardcast.protocol.envelope import encode_key
 from shardcast.protocol.head import DeltaRef, Head, VersionRef, next_sequence
-from shardcast.protocol.limits import MAX_VERSIONS, MAX_WITHDRAWN, ONE_SHOT_EXPIRY_MS
+from shardcast.protocol.limits import (
+    HEAD_DELTA_PARTS,
+    MAX_VERSIONS,
+    MAX_WITHDRAWN,
+    ONE_SHOT_EXPIRY_MS,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +79,22 @@ def with_version(previous: Head | None, issue: Issue, ref: VersionRef, *, keep: 
     return msgspec.structs.replace(
         head,
         version=ref.version,
-        versions=[ref, *older][: max(1, min(keep, MAX_VERSIONS))],
+        versions=_bounded([ref, *older][: max(1, min(keep, MAX_VERSIONS))]),
         open=still_open,
     )
+
+
+def _bounded(versions: list[VersionRef]) -> list[VersionRef]:
+    """Return versions, newest first, without deltas beyond what a head has room for.
+
+    Whoever is so far behind that only such a delta would help fetches the version itself.
+    """
+    bounded: list[VersionRef] = []
+    room = HEAD_DELTA_PARTS
+    for ref in versions:
+        room -= sum(len(delta.parts) for delta in ref.deltas)
+        bounded.append(ref if room >= 0 else msgspec.structs.replace(ref, deltas=[]))
+    return bounded
 
 
 def with_deltas(previous: Head, issue: Issue, version: int, deltas: Sequence[DeltaRef]) -> Head:
@@ -93,7 +111,7 @@ def with_deltas(previous: Head, issue: Issue, version: int, deltas: Sequence[Del
     grown = msgspec.structs.replace(ref, deltas=[*known, *deltas])
     return msgspec.structs.replace(
         renewed(previous, issue),
-        versions=[grown if old is ref else old for old in previous.versions],
+        versions=_bounded([grown if old is ref else old for old in previous.versions]),
     )
 
 
