@@ -86,7 +86,7 @@ def test_every_mode_is_written_and_read() -> None:
 
 # --- pinned frames --------------------------------------------------------------------------------
 
-VECTORS = Path(__file__).resolve().parents[2] / "vectors" / "frames.json"
+VECTORS = Path(__file__).resolve().parents[2] / "vectors" / "frames" / "pinned.json"
 PINNED = {vector["name"]: vector for vector in json.loads(VECTORS.read_bytes())}
 
 
