@@ -17,19 +17,20 @@ from typing import Final
 import xxhash
 from blake3 import blake3
 
+from shardcast.base_files import BaseFiles
 from shardcast.codec.decode import decode_frame
 from shardcast.codec.frame import MAX_FRAME_BYTES
+from shardcast.deltas import CODEC
 from shardcast.errors import DiskError, IntegrityError, LimitError, MalformedError, ShardcastError
 from shardcast.protocol.delta import DeltaBlob
 from shardcast.protocol.layout import Layout
 from shardcast.protocol.limits import MIB
-from shardcast.store.contents import Contents
 from shardcast.store.files import disk_errors, read_into, write_all
 from shardcast.store.stored import ShardState, StoredVersion
 
 log = logging.getLogger("relay.rebuild")
 
-CODECS: Final = frozenset({"scf/1"})
+CODECS: Final = frozenset({CODEC})
 """The frame formats that can be decoded, as delta parts name them."""
 
 _OVERHEAD_BYTES: Final = 2 * MIB
@@ -88,7 +89,7 @@ class VerifiedBase:
     def __init__(self, stored: StoredVersion | None) -> None:
         self.read: set[int] = set()
         self._stored = stored
-        self._contents = None if stored is None else Contents(stored)
+        self._files = BaseFiles(stored, memoryview(b""))
         self._good: set[int] = set()
 
     def range(self, file: int, offset: int, length: int) -> memoryview:
@@ -99,7 +100,7 @@ class VerifiedBase:
             IntegrityError: If they are not good.
             DiskError: If they cannot be read.
         """
-        if self._stored is None or self._contents is None:
+        if self._stored is None:
             raise MalformedError(f"a frame without a base names file {file}")
         layout = self._stored.version.layout
         if not 0 <= file < len(layout.files) or offset + length > layout.files[file].bytes:
@@ -112,12 +113,11 @@ class VerifiedBase:
             if shard not in self._good and not self._stored.confirm(shard):
                 raise IntegrityError(f"shard {shard} of base {layout.version} is not good on disk")
             self._good.add(shard)
-        return self._contents.range(file, offset, length)
+        return self._files.range(file, offset, length)
 
     def close(self) -> None:
         """Let go of the files."""
-        if self._contents is not None:
-            self._contents.close()
+        self._files.close()
 
 
 class _Files:
