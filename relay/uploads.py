@@ -17,7 +17,6 @@ import msgspec
 from relay.copies import copy_local
 from relay.runs import RelayRun
 from relay.threads import in_thread
-from relay.uploaded_deltas import rebuild_all, rebuildable
 from shardcast.errors import DiskFullError, MalformedError, ShardcastError
 from shardcast.protocol import manifest as manifests
 from shardcast.protocol.delta import DELTA_FORMAT, DeltaPart, decode_delta_part
@@ -267,9 +266,11 @@ class Uploads:
         upload.tried |= upload.delta_parts.keys()
         await self._settle(stored)
         try:
+            from relay.uploaded_deltas import rebuild_all, rebuildable  # loads the codec
+
             found = rebuildable(fresh, stored, await in_thread(self.on_disk))
             done = await rebuild_all(self.run, stored, found)
-        except ShardcastError as error:
+        except (ShardcastError, ImportError) as error:  # ImportError: the codec is not built
             log.warning("run %s: nothing comes from uploaded deltas: %s", self.run.name, error)
             return
         if done:
