@@ -128,16 +128,6 @@ class DeltaMaker:
         self._left_out: dict[str, set[int]] = {}
         self._failure: str | None = None
 
-    @property
-    def base(self) -> StoredVersion | None:
-        """What it starts from."""
-        return self._base
-
-    @property
-    def failure(self) -> str | None:
-        """Why there is no delta, or None."""
-        return self._failure
-
     def notes(self) -> list[str]:
         """Return what people should know about the delta: what it lacks, and why."""
         name = (

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ import pytest
 
 from shardcast import delta_making, keys
 from shardcast.codec.encode import encode_frame
+from shardcast.deltas import frame_runs, run_bytes
 from shardcast.errors import DiskFullError, ModifiedError, UsageError
+from shardcast.hashing import ShardHash
 from shardcast.protocol.envelope import Signer
 from shardcast.protocol.head import DeltaRef, Head
 from shardcast.publisher import publish_directory
@@ -413,6 +416,88 @@ def test_a_disk_without_room_for_deltas_publishes_without(
     assert publish(step(make_model(), 1)).ref.deltas == []
     assert any("No space" in notice for notice in listener.notices)
     assert head_of(run).version == 2
+
+
+def test_a_disk_that_fills_up_with_deltas_publishes_without(
+    publish: Publish, run: RunStore, listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first blob finds room, the second does not, the last part of the way is not gone."""
+    old = make_model(elements=6_000_000, tensors=4)
+    publish(old)
+    real = RunStore.write_blob
+    written: list[str] = []
+
+    def full(self: RunStore, digest: str, data: bytes) -> None:
+        if data.startswith(b"SCF1"):
+            if written:
+                raise DiskFullError(os.strerror(errno.ENOSPC))
+            written.append(digest)
+        real(self, digest, data)
+
+    monkeypatch.setattr(RunStore, "write_blob", full)
+    new = {name: np.roll(values, 1) for name, values in old.items()}
+    assert publish(new, threads=1).ref.deltas == []
+    assert len([notice for notice in listener.notices if "No space" in notice]) == 1
+    assert written
+    assert not run.has_blob(written[0])  # collected
+
+
+def test_a_part_that_cannot_be_written_costs_the_delta(
+    publish: Publish, run: RunStore, listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(make_model())
+    real = RunStore.write_blob
+
+    def full(self: RunStore, digest: str, data: bytes) -> None:
+        if b"shardcast.delta/1" in data[:40]:
+            raise DiskFullError(os.strerror(errno.ENOSPC))
+        real(self, digest, data)
+
+    monkeypatch.setattr(RunStore, "write_blob", full)
+    done = publish(step(make_model(), 1), compress=True)
+    assert (done.ref.deltas, done.deltas) == ([], ())
+    assert len([notice for notice in listener.notices if "No space" in notice]) == 2
+    assert len(run.blobs()) == 2 * 3
+
+
+def test_frames_done_early_wait_for_those_before_them(
+    publish: Publish, run: RunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that no more than a few wait in memory, however long one takes."""
+    monkeypatch.setattr(delta_making, "RUN_AHEAD", 1)
+    done = publish(make_model(elements=6_000_000, tensors=4))
+    stored = run.stored(1)
+    assert stored is not None
+    layout = stored.version.layout
+    runs = frame_runs(layout)
+    kept: dict[str, bytes] = {}
+    tensors = delta_making.tensors_of(layout, lambda file: stored.directory / "model.safetensors")
+    maker = delta_making.DeltaMaker("0" * 64, tensors, None, kept.__setitem__, threads=1)
+    data = memoryview((stored.directory / "model.safetensors").read_bytes())
+
+    def use(shards: range, stopping: Callable[[], bool] = lambda: False) -> None:
+        start = layout.extent(shards.start).offset
+        stop = start + run_bytes(layout, shards)
+        hashes = [ShardHash(stored.version.digests[shard] or "", b"") for shard in shards]
+        maker.use(shards, data[start:stop], hashes, stopping)
+
+    stop = threading.Event()
+    given_up = threading.Thread(target=use, args=(runs[1], stop.is_set))
+    given_up.start()
+    stop.set()
+    given_up.join(timeout=30)
+    assert not given_up.is_alive()
+    late = threading.Thread(target=use, args=(runs[1],))
+    late.start()
+    use(runs[0])
+    late.join(timeout=30)
+    assert not late.is_alive()
+    use(runs[2])
+    delta = maker.finish(stored.version)
+    assert delta is not None
+    assert set(delta.blobs) == set(kept)
+    assert delta.rebuilt == layout.shard_count
+    assert done.ref.bytes > delta.ref.bytes
 
 
 @pytest.mark.parametrize("link", [False, True])
