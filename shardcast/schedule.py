@@ -248,16 +248,22 @@ class Schedule:
                 self._verdicts.failed(source, error)
                 self._gain(job, now)
             self._pause(job, source, error, now)
-            self._count_fault(job, source, error)
+            self._count_fault(flight, error, now)
         self._requeue(job)
 
-    def _count_fault(self, job: Job, source: str, error: ShardcastError) -> None:
+    def _count_fault(self, flight: Flight, error: ShardcastError, now: float) -> None:
         """Give up an optional job whose sources keep failing because of it."""
+        job, source = flight.job, flight.source
         if not job.optional or job.done:
             return
+        if flight.got > 0 or job.failing_since is None:
+            job.failing_since = now
         failures = self._selector.rating(source).failures
-        job.faults[source] = job.faults.get(source, 0) + optional.fault(error, failures)
-        if optional.is_lost(job.faults, self._selector.ratings()):
+        more = optional.fault(error, failures, answered=flight.got > 0)
+        job.faults[source] = job.faults.get(source, 0) + more
+        if optional.is_lost(job.faults, self._selector.ratings()) or optional.waited_enough(
+            error, job.failing_since, now, self._config
+        ):
             self._lose(job, error)
 
     def _lose(self, job: Job, error: ShardcastError) -> None:
