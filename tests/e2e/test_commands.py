@@ -125,15 +125,16 @@ def test_a_step_costs_the_uplink_and_the_worker_its_delta(tmp_path: Path) -> Non
     with tree(tmp_path / "tree") as made:
         origin = made.origin("--publish-token-file", str(token), *made.trust)
         relay = made.relay("relay", parents=[origin.url])
+        worker = made.follow("worker", sources=[relay.url])
         home = {f"XDG_{name}_HOME": str(tmp_path / name) for name in ("STATE", "CACHE")}
         for number, directory in enumerate(steps):
             ran = run("publish", directory, "--run", "policy", "--to", origin.url, "--json",
                       "--key", made.keys / "shardcast.key", "--token-file", token, **home)  # fmt: skip
             assert ran.returncode == 0, ran.stderr
             event = json.loads(ran.stdout.splitlines()[-1])
-            pulled = made.pull(tmp_path / "out", sources=[relay.url])
-            (ready,) = pulled.events("ready")
-            assert_same_files(directory, tmp_path / "out/current")
+            ready = worker.wait_ready(number + 1, timeout=TIMEOUT_S)
+            worker.wait_committed(number + 1, timeout=TIMEOUT_S)
+            assert_same_files(directory, worker.current)
             if number:
                 assert len(event["deltas"]) == 1
                 assert event["bytes_uploaded"] < event["deltas"][0]["bytes"]
