@@ -7,6 +7,7 @@ cannot be had, or are not what the head promised, is left out and told; shards d
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -32,6 +33,9 @@ CODECS: Final = frozenset({"scf/1"})
 MAX_PARTS_BYTES: Final = 4 * MAX_DOCUMENT_BYTES
 """Parts of one delta in memory: more than 62 GB in frames of one shard each need."""
 
+MISSING_S: Final = 30.0
+"""Parts that could not be had are not asked for again for so long: a version is weighed, then tried."""
+
 _REMEMBERED: Final = 64
 """Parts that are kept for a version's next try, or for weighing it."""
 
@@ -45,11 +49,18 @@ class Base:
 
 
 class DeltaDocuments:
-    """Brings delta parts. Thread-safe; remembers the last ones."""
+    """Brings delta parts. Thread-safe; remembers the last ones, and which could not be had."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Know nothing yet.
+
+        Args:
+            clock: Monotonic seconds.
+        """
+        self._clock = clock
         self._lock = threading.Lock()
         self._known: dict[str, DeltaPart] = {}
+        self._missing: dict[str, tuple[float, ShardcastError]] = {}
 
     def fetch(
         self,
@@ -109,8 +120,19 @@ class DeltaDocuments:
             raise LimitError(f"{len(delta.parts)} parts for {version.layout.shard_count} shards")
         with self._lock:
             known = {d: self._known[d] for d in delta.parts if d in self._known}
-        missing = [digest for digest in dict.fromkeys(delta.parts) if digest not in known]
-        known |= {d: decode_delta_part(data) for d, data in _get(missing, open_pool, count).items()}
+            missing = [digest for digest in dict.fromkeys(delta.parts) if digest not in known]
+            now = self._clock()
+            self._missing = {d: m for d, m in self._missing.items() if m[0] > now}
+            for digest in missing:
+                if digest in self._missing:
+                    raise _PartLostError(digest, self._missing[digest][1])
+        try:
+            got = _get(missing, open_pool, count)
+        except _PartLostError as lost:
+            with self._lock:
+                self._missing[lost.digest] = (self._clock() + MISSING_S, lost.error)
+            raise
+        known |= {digest: decode_delta_part(data) for digest, data in got.items()}
         with self._lock:
             self._known |= known
             for digest in list(self._known)[: max(len(self._known) - _REMEMBERED, 0)]:
@@ -131,7 +153,7 @@ def _get(
         LimitError: If they are too large in all.
     """
     found: dict[str, bytes] = {}
-    lost: list[ShardcastError] = []
+    lost: list[_PartLostError] = []
     if not digests:
         return found
     weight = 0
@@ -145,9 +167,10 @@ def _get(
                 if weight <= MAX_PARTS_BYTES:
                     found[transfer.digest] = bytes(sink.data)
 
-            pool.submit(
-                digest, None, sink, name=f"delta part {digest}", done=keep, lost=lost.append
-            )
+            def lose(error: ShardcastError, digest: str = digest) -> None:
+                lost.append(_PartLostError(digest, error))
+
+            pool.submit(digest, None, sink, name=f"delta part {digest}", done=keep, lost=lose)
         try:
             pool.finish()
         finally:
@@ -155,15 +178,16 @@ def _get(
     if weight > MAX_PARTS_BYTES:
         raise LimitError(f"delta parts of {weight} bytes are over the limit of {MAX_PARTS_BYTES}")
     if lost:
-        raise _PartLostError(lost[0])
+        raise lost[0]
     return found
 
 
 class _PartLostError(Exception):
     """A part could not be had."""
 
-    def __init__(self, error: ShardcastError) -> None:
+    def __init__(self, digest: str, error: ShardcastError) -> None:
         super().__init__(str(error))
+        self.digest = digest
         self.error = error
 
 

@@ -741,3 +741,120 @@ def test_whatever_deltas_are_offered_the_bytes_are_right(tmp_path: Path, seed: i
                     flip(path, rng.randrange(path.stat().st_size))
         update, _ = pull(tmp_path, run, server)
     assert update.version == 4
+
+
+# --- what is remembered and told --------------------------------------------------------------
+
+
+async def test_a_follower_says_once_of_each_version_why_its_delta_failed(
+    tmp_path: Path, run: FakeRun
+) -> None:
+    log = Log()
+    spoil = WRONG["nonsense"]
+    with RunServer(run) as server:
+        worker = make_worker(tmp_path, run, server, observer=log)
+        reached = 0
+        async for update in worker.follow():
+            reached = update.version
+            if reached == 4:
+                break
+            new = stepped(run.files[reached], reached)
+            publish(run, new, reached, spoil=spoil if reached != 2 else lambda n, frame: frame)
+    assert [event.version for event in log.of(EventKind.DELTA_FAILED)] == [2, 4]
+    assert [event.bytes_delta == 0 for event in log.of(EventKind.READY)] == [
+        True,
+        False,
+        False,
+        False,
+    ]
+
+
+def test_parts_that_were_missing_are_not_asked_for_again_at_once(run: FakeRun) -> None:
+    from shardcast.cancel import Cancel
+    from shardcast.delta_documents import MISSING_S, Base, DeltaDocuments
+    from shardcast.fetch import BlobSource
+    from shardcast.protocol.manifest import Version
+    from shardcast.pulling import FetchPool
+    from shardcast.selector import Selector
+    from tests.deltas import layout_of
+
+    ref, (made,) = publish(run, stepped(run.files[1], 2), 1)
+    digest, layout = layout_of(run, ref)
+    version = Version(layout, digest, (None,) * layout.shard_count, ref.manifest, ())
+    now = [0.0]
+    errors: list[Exception] = []
+    documents = DeltaDocuments(lambda: now[0])
+    with RunServer(run) as server, BlobSource(server.url, QUICK) as source:
+        kept = run.blobs.pop(made.parts[0])
+
+        def pool() -> FetchPool:
+            rng = random.Random(1)
+            selector = Selector([server.url], clock=lambda: 0.0, rng=rng)
+            return FetchPool(run.name, {server.url: source}, selector, QUICK, Cancel())
+
+        def ask() -> int:
+            bases = {run.head.versions[1].manifest: Base(1, 1.0)}  # type: ignore[union-attr]
+            return len(documents.fetch(ref, version, bases, pool, refused=errors.append))
+
+        assert (ask(), len(server.requests)) == (0, 3)
+        run.blobs[made.parts[0]] = kept
+        assert (ask(), len(server.requests)) == (0, 3)
+        now[0] = MISSING_S
+        assert (ask(), len(server.requests)) == (1, 4)
+        assert (ask(), len(server.requests)) == (1, 4)
+    assert [type(error) for error in errors] == [NetworkError, NetworkError]
+
+
+def test_no_room_on_the_way_means_no_detour(
+    out: Path, run: FakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk fills up although there seemed to be room: what was on the way is given up."""
+    from shardcast.errors import DiskFullError
+    from shardcast.store import files, version_files
+
+    run_of(4, 1, run=run)
+    real = files.require_space
+
+    def full(directory: Path, needed: int, *, what: str) -> None:
+        staged = RunStore(out, run.name).staged()
+        if needed and what.startswith("version 4") and set(staged) - {4}:
+            raise DiskFullError("no room", source=str(directory))
+        real(directory, needed, what=what)
+
+    monkeypatch.setattr(version_files, "require_space", full)
+    with RunServer(run) as server:
+        update, log = pull(out, run, server)
+    assert (update.version, log.ready.via) == (4, ())
+    assert RunStore(out, run.name).staged() == []
+
+
+def test_a_newer_version_is_weighed_with_its_delta(tmp_path: Path, run: FakeRun) -> None:
+    """What is here of version 1 counts for version 2 by the delta, so it is worth the switch."""
+    from shardcast.store.run import RunStore as Store
+    from shardcast.ways import Wanted, Ways
+
+    shards = run.shard_digests(1)
+    with RunServer(run) as server:
+        server.fault = lambda r, _: [response(404)] if r.digest == shards[-2] else None
+        with pytest.raises(NetworkError):
+            pull(tmp_path, run, server)
+    ref, (made,) = publish(run, stepped(run.files[1], 2), 1)
+    store = Store(tmp_path, run.name)
+    assert run.head is not None
+    ways = Ways(store, lambda: run.head.versions if run.head else ())
+    here = store.stored(1)
+    assert here is not None
+    first = run.head.versions[1]
+    left = ways.price(Wanted(first, here.version))
+    from tests.deltas import layout_of
+
+    assert 0 < left <= SHARD
+    digest, layout = layout_of(run, ref)
+    digests = tuple(
+        digest_of(run.files[2][e.path][e.offset : e.offset + e.length]) for e in layout.extents()
+    )
+    from shardcast.protocol.manifest import Version
+
+    version = Version(layout, digest, digests, ref.manifest, ())
+    assert ways.price(Wanted(ref, version)) <= left + made.bytes + 1
+    store.close()
