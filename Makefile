@@ -1,5 +1,6 @@
 # Everything runs from a virtual environment in .venv that the targets set up themselves.
-# Needed: make, and Python 3.11 or newer with venv.  `make PYTHON=/path/to/python test` picks one.
+# Needed: make, Python 3.11 or newer with venv and its headers, a C compiler.
+# `make PYTHON=/path/to/python test` picks a Python.
 
 .DEFAULT_GOAL := help
 
@@ -12,6 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 VENV_STAMP := $(VENV)/.created
 BASE_STAMP := $(VENV)/.installed-base
 DEV_STAMP := $(VENV)/.installed-dev
+BUILD_INPUTS := pyproject.toml setup.py shardcast/codec/_kernel.c
 
 # `make test ARGS="-k head -x"`; `make test COVERAGE=1` measures as well.
 ARGS ?=
@@ -37,11 +39,11 @@ $(VENV_STAMP):
 	"$(PYTHON)" -m venv --clear $(VENV)
 	@touch $@
 
-$(BASE_STAMP): $(VENV_STAMP) pyproject.toml
+$(BASE_STAMP): $(VENV_STAMP) $(BUILD_INPUTS)
 	$(PIP) install --quiet --editable .
 	@touch $@
 
-$(DEV_STAMP): $(VENV_STAMP) pyproject.toml
+$(DEV_STAMP): $(VENV_STAMP) $(BUILD_INPUTS)
 	$(PIP) install --quiet --editable '.[dev]'
 	@touch $(BASE_STAMP) $@
 

@@ -22,6 +22,7 @@ SCENARIOS = (
     "relay_cpu",
     "worker_cpu",
     "recycle",
+    "materialize",
     "memory",
     "overload",
     "sources",

@@ -80,6 +80,8 @@ def _close(node: Node) -> None:
     if node.sources is not None:
         node.sources.close()
     node.fills.close()
+    if node.rebuilding is not None:
+        node.rebuilding.close()
 
 
 @contextlib.contextmanager

@@ -100,7 +100,7 @@ class _Branch:
     ref: VersionRef | OpenRef
     version: Version | None = None
     index: dict[str, int] = field(default_factory=dict)
-    delta_parts: dict[str, tuple[DeltaBlob, ...]] = field(default_factory=dict)
+    delta_parts: dict[str, DeltaPart] = field(default_factory=dict)
     blobs: dict[str, DeltaBlob] = field(default_factory=dict)
     problem: str | None = None
     delta_problem: str | None = None
@@ -252,6 +252,12 @@ class Catalog:
         branch = self._branches.get(number)
         return list(branch.blobs.values()) if branch is not None else []
 
+    def delta_parts(self, number: int, base: str | None) -> list[DeltaPart]:
+        """Return the delta parts that lead from a manifest to a version, as far as they are here."""
+        branch = self._branches.get(number)
+        parts = branch.delta_parts.values() if branch is not None else ()
+        return sorted((p for p in parts if p.base == base), key=lambda part: part.first_shard)
+
     def missing_documents(self, number: int) -> list[DocumentBlob]:
         """Return the documents of a version that are named and not here yet."""
         branch = self._branches.get(number)
@@ -339,19 +345,19 @@ class Catalog:
         if target is None:
             return
         listed = {digest: delta.base for delta in branch.deltas for digest in delta.parts}
-        fresh = {d: blobs for d, blobs in branch.delta_parts.items() if d in listed}
+        fresh = {d: part for d, part in branch.delta_parts.items() if d in listed}
         for digest, base in listed.items():
             part = self._parsed.get(digest)
             if not isinstance(part, DeltaPart):
                 continue
             self._done.add(digest)
             if part.layout == target and part.base == base:
-                fresh[digest] = tuple(part.blobs)
+                fresh[digest] = part
             else:
                 branch.delta_problem = f"delta part {digest} is of another layout or base"
         if fresh != branch.delta_parts:
             branch.delta_parts = fresh
-            branch.blobs = {blob.digest: blob for blobs in fresh.values() for blob in blobs}
+            branch.blobs = {blob.digest: blob for part in fresh.values() for blob in part.blobs}
 
     def _layout_of(self, branch: _Branch) -> str | None:
         if isinstance(branch.ref, OpenRef):

@@ -67,6 +67,10 @@ class Limits:
         fill_threads: Blobs fetched from parents at once, each with a thread and an I/O buffer; as
             many again from siblings.
         prefetch_fills: Of these, how many prefetching may take: demand comes first.
+        rebuild_threads: Delta blobs that are decoded at once, each with a few frames in memory
+            (about 60 MiB at most); never more than there are cores.
+        rebuild_patience_s: A shard that shall be rebuilt is fetched after all when nothing of its
+            version has come on for so long: sooner than its readers lose patience (20 s and up).
         max_fills: Blobs being fetched or waiting for a thread; more requests are answered 503.
         fill_deadline_s: A fill that got nothing from any source for so long fails: sooner than its
             readers lose patience (30 s).
@@ -100,6 +104,8 @@ class Limits:
     pending_timeout_s: float = 24 * 3600.0
     fill_threads: int = 16
     prefetch_fills: int = 8
+    rebuild_threads: int = 4
+    rebuild_patience_s: float = 10.0
     max_fills: int = 1024
     fill_deadline_s: float = 20.0
     refresh_wait_s: float = 3.0
@@ -135,6 +141,8 @@ class RelayConfig:
         scrub_rate_bytes_per_s: How fast to read what is on disk again, to find what rotted; 0:
             not at all.
         prefetch: What to fetch unasked.
+        materialize: Rebuild full shards from a version that is here and a delta, instead of
+            fetching them.
         depth: Returns how far the store is from the origin, where a worker fills it; None: what
             the parents say.
         on_damage: Told of a version of a run that was found damaged, where a worker can repair it.
@@ -159,6 +167,7 @@ class RelayConfig:
     take_over: bool = False
     scrub_rate_bytes_per_s: int = 0
     prefetch: Prefetch = Prefetch.ALL
+    materialize: bool = False
     depth: Callable[[], int] | None = None
     on_damage: Callable[[str, int], None] | None = None
     limits: Limits = field(default_factory=Limits)
@@ -182,6 +191,10 @@ class RelayConfig:
             raise UsageError(f"a public key is {PUBLIC_KEY_BYTES} bytes")
         if self.siblings and not self.parents:
             raise UsageError("--sibling is for relays with a --parent")
+        if self.materialize and not self.parents:
+            raise UsageError("--materialize is for relays with a --parent")
+        if self.materialize and self.prefetch is Prefetch.DEMAND:
+            raise UsageError("--materialize needs deltas: --prefetch all or deltas")
         if self.publish_token_file is not None and self.parents:
             raise UsageError("--publish-token-file is for origins: publish to the root of the tree")
         if self.keep is not None and self.keep < 1:

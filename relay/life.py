@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING
 
 from relay import notify
 from relay.handover import Door, Offer, Predecessor, find_predecessor
@@ -22,7 +23,10 @@ from relay.runs import RelayRun
 from relay.scrub import Scrubber
 from relay.server import Server
 from relay.turns import Turns
-from shardcast.errors import BusyError, ShardcastError
+from shardcast.errors import BusyError, ShardcastError, UsageError
+
+if TYPE_CHECKING:
+    from relay.materialize import Materializer
 
 log = logging.getLogger("relay.life")
 
@@ -74,6 +78,7 @@ class Life:
         room = Room(node)
         node.room, node.scrub = room, self._scrubber
         node.on_run.append(room.watch)
+        self._materializer = _materializer(node) if node.config.materialize else None
         self._in_charge = asyncio.Event()
         self._successor: int | None = None
         self._kept: tuple[str, ...] = ()
@@ -180,7 +185,7 @@ class Life:
     def _prefetch(self, run: RelayRun) -> None:
         async def prefetch() -> None:
             await self._in_charge.wait()
-            await Prefetcher(self.node, run, self._slots).run()
+            await Prefetcher(self.node, run, self._slots, self._materializer).run()
 
         self._background(f"prefetch {run.name}", prefetch)
 
@@ -285,6 +290,22 @@ class Life:
             await run.close()
         node.keeper.give_up()
         self._mark.hide()
+
+
+def _materializer(node: Node) -> Materializer:
+    """Return who rebuilds shards. Only who wants one loads the codec.
+
+    Raises:
+        UsageError: If the codec is not built.
+    """
+    try:
+        from relay.materialize import Materializer
+    except ImportError as error:
+        raise UsageError(f"--materialize: {error}") from error
+    made = Materializer(node)
+    node.rebuilding = made
+    node.on_run.append(made.watch)
+    return made
 
 
 async def _unless(event: asyncio.Event, work: Awaitable[None]) -> bool:

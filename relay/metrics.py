@@ -84,6 +84,22 @@ class Metrics:
             "Servers left alone for a run because they sent a wrong blob",
             registry=self.registry,
         )
+        self.materialized = Counter(
+            "shardcast_materialized_shards",
+            "Shards rebuilt here from a base and a delta, instead of fetched",
+            registry=self.registry,
+        )
+        self.materialized_bytes = Counter(
+            "shardcast_materialized_bytes",
+            "Bytes of the shards rebuilt here",
+            registry=self.registry,
+        )
+        self.materialize_failures = Counter(
+            "shardcast_materialize_failures",
+            "Frames that did not rebuild their shards: by the delta, or by the base on this disk",
+            ["cause"],
+            registry=self.registry,
+        )
         self.evicted = Counter(
             "shardcast_evicted_versions", "Versions removed by retention", registry=self.registry
         )

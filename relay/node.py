@@ -74,6 +74,22 @@ class Reporting(Protocol):
         ...
 
 
+class Rebuilding(Protocol):
+    """Who rebuilds shards from a version that is here and a delta."""
+
+    def awaited(self, run: RelayRun, known: ShardBlob) -> bool:
+        """Say whether a shard that is not here is about to be rebuilt."""
+        ...
+
+    def report(self) -> dict[str, object]:
+        """Return how that stands, for people and tools."""
+        ...
+
+    def close(self) -> None:
+        """Wait for the threads."""
+        ...
+
+
 class Node:
     """What handlers, feeds and background work share. Used on the event loop.
 
@@ -86,6 +102,7 @@ class Node:
         sources: Where fills come from; None at an origin.
         room: Makes room on a full disk.
         scrub: Reads what is on disk again.
+        rebuilding: Rebuilds shards from deltas; None: they are fetched.
         sending: Blobs that are being sent at the moment.
         keeper: Whether this process may change the store.
     """
@@ -129,6 +146,7 @@ class Node:
         self.feed: Feed | None = None
         self.room: Making | None = None
         self.scrub: Reporting | None = None
+        self.rebuilding: Rebuilding | None = None
         self.sending = 0
         self.on_run: list[Callable[[RelayRun], None]] = []
         self._discovered = float("-inf")

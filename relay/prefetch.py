@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from relay.catalog import Known, ShardBlob
 from relay.config import Prefetch
@@ -26,6 +26,9 @@ from shardcast.errors import DiskError, DiskFullError, ShardcastError
 from shardcast.protocol.manifest import Version
 from shardcast.salvage import salvage
 from shardcast.store.stored import StoredVersion
+
+if TYPE_CHECKING:
+    from relay.materialize import Materializer, Step
 
 log = logging.getLogger("relay.prefetch")
 
@@ -49,8 +52,11 @@ def wanted_versions(run: RelayRun) -> list[int]:
 class Prefetcher:
     """Keeps one run of a relay up to date."""
 
-    def __init__(self, node: Node, run: RelayRun, slots: Turns) -> None:
+    def __init__(
+        self, node: Node, run: RelayRun, slots: Turns, materializer: Materializer | None = None
+    ) -> None:
         self._node = node
+        self._materializer = materializer
         self._run = run
         self._slots = slots
         self._flying: dict[str, asyncio.Task[bool]] = {}
@@ -120,6 +126,8 @@ class Prefetcher:
                 self._drop_superseded()
             if self._news.is_set():
                 return False
+            if here and self._materializer is not None:
+                whole &= await self._materialize(self._materializer, number)
             if policy is not Prefetch.DEMAND:
                 blobs = [
                     known
@@ -135,24 +143,77 @@ class Prefetcher:
         return whole
 
     async def _version(self, version: Version) -> bool:
-        run = self._run
-        stored = run.stored.get(version.number)
+        stored = await self._begin(version)
+        await copy_local(self._run, stored, list(self._run.stored.values()))
+        return await self._rest(stored) and (not version.complete or not stored.missing())
+
+    async def _begin(self, version: Version) -> StoredVersion:
+        """Return a version on disk, with what is good of it found."""
+        stored = self._run.stored.get(version.number)
         if stored is None or not stored.alive:
             stored = await self._stage(version)
             self._looked.add(version.number)  # there is nothing yet
         stored.update(version)
         await self._look_at(stored)
-        if stored.complete:
-            await run.commit_complete()
-            return True
-        others = list(run.stored.values())
-        await copy_local(run, stored, others)
-        plan = await in_thread(partial(plan_for, stored, others))
-        known = (run.find(fetch.digest) for fetch in plan.fetches)
-        whole = await self._fetch_all(k for k in known if k is not None)
-        await copy_local(run, stored, list(run.stored.values()))
+        return stored
+
+    async def _rest(self, stored: StoredVersion) -> bool:
+        """Fetch what is missing of a version, unless it is about to be rebuilt, and commit it."""
+        run, materializer = self._run, self._materializer
+        whole = True
+        if not stored.complete:
+            plan = await in_thread(partial(plan_for, stored, list(run.stored.values())))
+            blobs: list[Known] = []
+            for fetch in plan.fetches:
+                known = run.find(fetch.digest)
+                if not isinstance(known, ShardBlob):
+                    continue
+                if materializer is not None and materializer.awaited(run, known):
+                    whole = False  # looked at again soon
+                else:
+                    blobs.append(known)
+            whole &= await self._fetch_all(blobs)
+            await copy_local(run, stored, list(run.stored.values()))
         await run.commit_complete()
-        return whole and (not version.complete or not stored.missing())
+        return whole
+
+    async def _materialize(self, materializer: Materializer, number: int) -> bool:
+        """Rebuild a version from what is here and deltas; False if something did not come.
+
+        What the deltas do not give of a version on the way is fetched, so that the next one can
+        start from it. Never interrupted between: what is begun is the base of what comes next.
+        """
+        run = self._run
+        for step in materializer.steps(run, number):
+            try:
+                if step.version != number and not await self._documents(step.version):
+                    return False
+                version = run.catalog.version(step.version)
+                if version is None:
+                    return False
+                stored = await self._begin(version)
+                await copy_local(run, stored, list(run.stored.values()))
+                if not await self._rebuild(materializer, stored, step):
+                    return False
+            except ShardcastError:
+                materializer.gone_through(run, number)
+                raise
+            if self._news.is_set():
+                return False
+        return True
+
+    async def _rebuild(self, materializer: Materializer, stored: StoredVersion, step: Step) -> bool:
+        run = self._run
+        with materializer.begin(run, stored, step) as work:
+            came = await self._fetch_all(work.blobs(), work.use)
+        if work.trouble is not None:
+            raise work.trouble
+        if not came and (self._news.is_set() or not self._node.parents.live()):
+            return False  # tried again soon
+        materializer.gone_through(run, step.version)
+        if not work.failed:
+            return await self._rest(stored)
+        return self._node.config.prefetch is Prefetch.ALL
 
     async def _stage(self, version: Version) -> StoredVersion:
         """Begin a version; on a full disk, others make room for it.
@@ -188,13 +249,19 @@ class Prefetcher:
         finally:
             self._run.claims -= claims
 
-    async def _fetch_all(self, blobs: Iterable[Known]) -> bool:
+    async def _fetch_all(
+        self, blobs: Iterable[Known], use: Callable[[Known], Awaitable[None]] | None = None
+    ) -> bool:
+        """Bring blobs here, a few at once, and use each as soon as it is; False if some are not."""
         queue = iter(blobs)
         workers = min(self._node.config.limits.prefetch_fills, 64)
-        results = await asyncio.gather(*(self._fetch_some(queue) for _ in range(workers)))
-        return all(results)
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._fetch_some(queue, use)) for _ in range(workers)]
+        return all(task.result() for task in tasks)
 
-    async def _fetch_some(self, queue: Iterator[Known]) -> bool:
+    async def _fetch_some(
+        self, queue: Iterator[Known], use: Callable[[Known], Awaitable[None]] | None
+    ) -> bool:
         whole = True
         for known in queue:
             slot = asyncio.ensure_future(self._slots.take(self._run.name))
@@ -208,6 +275,8 @@ class Prefetcher:
                 whole = False
                 if not self._node.parents.live():
                     return False
+            elif use is not None:
+                await use(known)
         return whole
 
     async def _one(self, known: Known) -> bool:

@@ -181,6 +181,7 @@ class Publishing:
             raise MalformedError(f'send {{"digests": [...]}}: {error}') from error
         if not all(is_digest(digest) for digest in asked):
             raise MalformedError("a digest is 64 lowercase hex digits")
+        await uploads.rebuild(asked)
         stored, shelved = await in_thread(lambda: _present(run, uploads, asked))
         for digest in shelved:
             await self._count_again(run, uploads, digest)

@@ -139,7 +139,11 @@ class BlobServer:
         for_sibling: bool,
         common: dict[str, str],
     ) -> web.StreamResponse:
-        digest = known.digest
+        digest, rebuilding = known.digest, self._node.rebuilding
+        if rebuilding is not None and isinstance(known, ShardBlob):
+            flying = self._node.fills.get(run.name, digest)
+            if flying is None and rebuilding.awaited(run, known):
+                return respond.busy_answer(f"blob {digest} is being rebuilt from a delta")
         try:
             fill = self._node.fill(run, known, for_sibling=for_sibling)
         except NotFoundError as error:

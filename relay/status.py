@@ -44,6 +44,7 @@ def status_document(node: Node, clients: Clients) -> dict[str, Any]:
         "uptime_s": round(node.clock() - node.started, 1),
         "draining": node.draining,
         "prefetch": str(node.config.prefetch),
+        "materialize": None if node.rebuilding is None else node.rebuilding.report(),
         "ready": ready_problem(node) is None,
         "runs": {name: run_document(run) for name, run in sorted(node.runs.items())},
         "parents": parents,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -81,6 +81,8 @@ class Upload:
     stored: StoredVersion | None = None
     index: dict[str, int] = field(default_factory=dict)
     copying: asyncio.Task[None] | None = None
+    rebuilding: asyncio.Task[None] | None = None
+    tried: set[str] = field(default_factory=set)
 
     def take(self, digest: str, document: Document) -> None:
         """Take in a document of this version."""
@@ -108,6 +110,10 @@ class Upload:
                 del self.delta_parts[digest]
                 for blob in document.blobs:
                     self.blobs.pop(blob.digest, None)
+
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """Return what is under way for it."""
+        return [task for task in (self.copying, self.rebuilding) if task is not None]
 
     def version(self, run: str) -> Version | None:
         """Return what the documents so far say, None before the layout.
@@ -272,6 +278,42 @@ class Uploads:
             others = await in_thread(self.on_disk)
             await copy_local(self.run, stored, others)
 
+    async def rebuild(self, digests: Collection[str]) -> None:
+        """Rebuild what deltas that were uploaded give of these shards; return when that is done.
+
+        Each delta is tried once. A cancellation ends the waiting only.
+        """
+        for upload in list(self._by_layout.values()):
+            if upload.stored is None or upload.index.keys().isdisjoint(digests):
+                continue
+            if upload.rebuilding is None or upload.rebuilding.done():
+                upload.rebuilding = asyncio.create_task(self._rebuild(upload, upload.stored))
+            upload.touched = self._clock()
+            await asyncio.wait([upload.rebuilding])
+            upload.touched = self._clock()
+
+    async def _rebuild(self, upload: Upload, stored: StoredVersion) -> None:
+        fresh = [part for digest, part in upload.delta_parts.items() if digest not in upload.tried]
+        if not fresh or stored.committed or not stored.version.complete:
+            return
+        upload.tried |= upload.delta_parts.keys()
+        await self._settle(stored)
+        try:
+            from relay.uploaded_deltas import rebuild_all, rebuildable  # loads the codec
+
+            found = rebuildable(fresh, stored, await in_thread(self.on_disk))
+            done = await rebuild_all(self.run, stored, found)
+        except (ShardcastError, ImportError) as error:  # ImportError: the codec is not built
+            log.warning("run %s: nothing comes from uploaded deltas: %s", self.run.name, error)
+            return
+        if done:
+            log.info(
+                "run %s: %d bytes of version %d came from its delta",
+                self.run.name,
+                done,
+                stored.version.number,
+            )
+
     def on_disk(self) -> list[StoredVersion]:
         """Return every version on disk, newest first. Blocking."""
         store = self.run.store
@@ -369,9 +411,14 @@ class Uploads:
         """Forget uploads that a head has announced, or passed by."""
         named = {ref.version for ref in head.versions}
         newest = max(named, default=0)
+        deltas = {part for ref in head.versions for d in ref.deltas for part in d.parts}
         for key, upload in list(self._by_layout.items()):
             number = upload.layout.version if upload.layout is not None else None
-            if number is not None and (number in named or number <= newest):
+            if number is None:  # deltas of a version that was announced before
+                over = not upload.parts and deltas.issuperset(upload.delta_parts)
+            else:
+                over = number in named or number <= newest
+            if over:
                 self._drop(key)
 
     async def expire(self, timeout_s: float) -> None:
@@ -390,13 +437,13 @@ class Uploads:
 
     def _drop(self, key: str) -> None:
         upload = self._by_layout.pop(key, None)
-        if upload is not None and upload.copying is not None:
-            upload.copying.cancel()
+        for task in () if upload is None else upload.tasks():
+            task.cancel()
         self.run.uploads = len(self._by_layout)
 
     async def close(self) -> None:
         """Stop copying."""
-        tasks = [u.copying for u in self._by_layout.values() if u.copying is not None]
+        tasks = [task for upload in self._by_layout.values() for task in upload.tasks()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

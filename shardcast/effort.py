@@ -5,22 +5,21 @@ The rule is pure (``protocol.plan.worth_switching``); this counts what it needs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from shardcast.plan_work import Tally
-from shardcast.protocol.manifest import Version
-from shardcast.protocol.plan import Holding, plan_version, worth_switching
+from shardcast.protocol.plan import worth_switching
 from shardcast.pulling import FetchPool
-from shardcast.store.run import RunStore
+from shardcast.ways import Wanted
 
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
     """A version on its way."""
 
-    version: Version
+    wanted: Wanted
     tally: Tally
     pools: Sequence[FetchPool]
 
@@ -39,8 +38,13 @@ class _Flight:
 class Effort:
     """Counts for one worker. One version is on its way at a time; any thread may ask."""
 
-    def __init__(self, store: RunStore) -> None:
-        self._store = store
+    def __init__(self, price: Callable[[Wanted], int]) -> None:
+        """Count from nothing.
+
+        Args:
+            price: What the network must still carry for a version, with what is on disk now.
+        """
+        self._price = price
         self._spent_bytes = 0
         self._wasted_bytes = 0
         self._flight: _Flight | None = None
@@ -51,15 +55,15 @@ class Effort:
         return self._flight is not None
 
     @contextmanager
-    def on(self, version: Version, tally: Tally, pools: Sequence[FetchPool]) -> Iterator[None]:
+    def on(self, wanted: Wanted, tally: Tally, pools: Sequence[FetchPool]) -> Iterator[None]:
         """Count what a version costs while the block runs; reaching it starts the count anew.
 
         Args:
-            version: The version.
+            wanted: The version.
             tally: Its counts.
             pools: What fetches it, as they are opened.
         """
-        self._flight = flight = _Flight(version, tally, pools)
+        self._flight = flight = _Flight(wanted, tally, pools)
         try:
             yield
         except BaseException:
@@ -69,7 +73,7 @@ class Effort:
         self._flight = None
         self._spent_bytes = self._wasted_bytes = 0
 
-    def switch_to(self, newer: Version) -> bool:
+    def switch_to(self, newer: Wanted) -> bool:
         """Decide whether to drop the version on its way for a newer one; if so, count the waste.
 
         Raises:
@@ -78,8 +82,8 @@ class Effort:
         flight = self._flight
         if flight is None:
             return False  # it was reached, or failed, meanwhile
-        left = max(self._bytes_for(flight.version) - flight.unverified_bytes, 0)
-        fresh = self._bytes_for(newer)
+        left = max(self._price(flight.wanted) - flight.unverified_bytes, 0)
+        fresh = self._price(newer)
         worth = worth_switching(
             left,
             fresh,
@@ -89,17 +93,3 @@ class Effort:
         if worth:
             self._wasted_bytes += max(fresh - left, 0)
         return worth
-
-    def _bytes_for(self, wanted: Version) -> int:
-        """Return what the network must still carry for a version, with what is on disk now."""
-        done: frozenset[int] = frozenset()
-        others: list[Holding] = []
-        for number in [*self._store.committed(), *self._store.staged()]:
-            stored = self._store.stored(number)
-            if stored is None:
-                continue
-            if number == wanted.number:
-                done = stored.present()
-            else:
-                others.append(Holding(stored.version, stored.present()))
-        return plan_version(wanted, done, others).fetch_bytes

@@ -182,6 +182,10 @@ class NetworkError(ShardcastError):
     exit_code = 13
 
 
+class WrongAnswerError(NetworkError):
+    """A source answers, but with something else than the blob that it was asked for."""
+
+
 class SourceStatusError(NetworkError):
     """A source answered with an HTTP status other than the one needed.
 

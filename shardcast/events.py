@@ -23,6 +23,8 @@ class EventKind(enum.StrEnum):
         STARTED: Work on a version began: ``bytes_total`` in all, ``bytes_done`` here already.
         PROGRESS: ``bytes_done`` of ``bytes_total`` are verified.
         DAMAGED: Bytes on this disk were not what they should be; they are fetched again.
+        DELTA_FAILED: A delta did not bring some shards of a version, which come plainly; ``error``
+            says which and why: the publisher's frame, this disk, or the sources.
         SUPERSEDED: Work on a version was dropped for a newer one.
         READY: Every shard of a version is verified; its files lie in ``path``.
         HELD: A version is ready, and the publisher holds activations.
@@ -39,6 +41,7 @@ class EventKind(enum.StrEnum):
     STARTED = "started"
     PROGRESS = "progress"
     DAMAGED = "damaged"
+    DELTA_FAILED = "delta_failed"
     SUPERSEDED = "superseded"
     READY = "ready"
     HELD = "held"
@@ -65,6 +68,8 @@ class WorkerEvent:
         bytes_fetched: What came over the network for it.
         bytes_hedged: Of those, what came twice because a slow request was raced by a second one
             (``READY``).
+        bytes_delta: Of those, what came as deltas (``READY``).
+        via: Versions that were obtained on the way to it (``READY``).
         source: URL of the source it is about.
         error: What went wrong.
     """
@@ -80,6 +85,8 @@ class WorkerEvent:
     bytes_total: int | None = None
     bytes_fetched: int | None = None
     bytes_hedged: int | None = None
+    bytes_delta: int | None = None
+    via: tuple[int, ...] = ()
     source: str | None = None
     error: ShardcastError | None = None
 

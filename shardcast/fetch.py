@@ -33,6 +33,7 @@ from shardcast.errors import (
     ShardcastError,
     SourceStatusError,
     StallError,
+    WrongAnswerError,
 )
 from shardcast.protocol.wire import (
     SOURCE_FILL,
@@ -198,22 +199,22 @@ class BlobSource:
         """Check the head of a 200 or 206; return how many bytes are to come.
 
         Raises:
-            NetworkError: If the answer is not exactly what was asked for.
+            WrongAnswerError: If the answer is not exactly what was asked for.
         """
         headers = head.headers
         coding = headers.get("content-encoding", "identity").lower()
         etag = headers.get("etag")
         if coding != "identity":
-            raise NetworkError(f"sends the blob with Content-Encoding {coding[:40]!r}")
+            raise WrongAnswerError(f"sends the blob with Content-Encoding {coding[:40]!r}")
         if "transfer-encoding" in headers or head.length is None:
-            raise NetworkError("sends the blob without a Content-Length")
+            raise WrongAnswerError("sends the blob without a Content-Length")
         if (
             etag is not None
             and etag.startswith(_ETAG_PREFIX)
             and etag != blob_etag(transfer.digest)
         ):
             self._resumable = False
-            raise NetworkError(f"answers for blob {transfer.digest} with ETag {etag[:80]}")
+            raise WrongAnswerError(f"answers for blob {transfer.digest} with ETag {etag[:80]}")
         if head.status == 206:
             length = self._expect_rest(transfer, head, head.length)
             self._sent_whole = False
@@ -227,7 +228,7 @@ class BlobSource:
                 f"over the limit of {transfer.limit}"
             )
         if transfer.total is not None and head.length != transfer.total:
-            raise NetworkError(
+            raise WrongAnswerError(
                 f"answers for blob {transfer.digest} with {head.length} bytes "
                 f"instead of {transfer.total}"
             )
@@ -254,7 +255,7 @@ class BlobSource:
             return length
         # Whatever it is that answers so: ask it for whole blobs only from now on.
         self._resumable = False
-        raise NetworkError(f"answers for blob {transfer.digest} with {problem}")
+        raise WrongAnswerError(f"answers for blob {transfer.digest} with {problem}")
 
     def _receive(
         self, connection: Connection, transfer: Transfer, left: int, first: memoryview

@@ -27,6 +27,10 @@ class Job:
         won: The hedge that brought it, until the flight that it raced has ended.
         suspects: Sources whose hedge was wrong together with bytes of another, the generation of
             those, and the error: when they turn out good, the hedge was to blame.
+        optional: There is another way to what it is for, so it is given up sooner.
+        faults: How much each source failed because of it, and not in general, if it is optional.
+        failing_since: When it failed first since it last came on, if it is optional.
+        lost: Why it was given up, None while it was not.
     """
 
     transfer: Transfer
@@ -41,6 +45,10 @@ class Job:
     done: bool = False
     won: Flight | None = None
     suspects: dict[str, tuple[int, IntegrityError]] = field(default_factory=dict)
+    optional: bool = False
+    faults: dict[str, int] = field(default_factory=dict)
+    failing_since: float | None = None
+    lost: ShardcastError | None = None
 
 
 @dataclass(slots=True, eq=False)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import xxhash
 from blake3 import blake3
@@ -69,9 +70,70 @@ def hash_shards(
     return [found for found in results if found is not None]
 
 
+class UseOfRun(Protocol):
+    """What is done with the bytes of consecutive shards right after they were hashed."""
+
+    def __call__(
+        self, run: range, data: memoryview, hashes: Sequence[ShardHash], stopping: Stopping
+    ) -> None:
+        """Called in the thread that hashed them; ``data`` is theirs only until it returns."""
+        ...
+
+
+def hash_runs(
+    jobs: Sequence[ShardJob],
+    runs: Sequence[range],
+    use: UseOfRun,
+    *,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> list[ShardHash]:
+    """Do all jobs as ``hash_shards`` does, a run at a time, and use the bytes of each run.
+
+    Args:
+        jobs: The jobs.
+        runs: Numbers of jobs: consecutive ones, all of them, in order; a thread keeps one in memory.
+        use: Gets exactly the bytes that were hashed, and written.
+        threads: Other than one per core.
+        progress: Called with bytes hashed since the last call.
+
+    Raises:
+        ModifiedError, DiskError: As ``hash_shards``; and whatever ``use`` raises.
+    """
+    results: list[ShardHash | None] = [None] * len(jobs)
+    most = max((sum(jobs[n].length for n in run) for run in runs), default=0)
+
+    def work(buffer: memoryview, run: range, stopping: Stopping) -> None:
+        at = 0
+        found: list[ShardHash] = []
+        for number in run:
+            job = jobs[number]
+            piece = buffer[at : at + job.length]
+            found.append(_hash_one(job, piece, stopping, progress, keep=True))
+            results[number] = found[-1]
+            at += job.length
+        if not stopping():
+            use(run, buffer[:at], found, stopping)
+
+    share_out(
+        runs,
+        work,
+        threads=max(1, min(threads or default_threads(), len(runs))),
+        tool=lambda: nullcontext(memoryview(bytearray(most))),
+        name="hash",
+    )
+    return [found for found in results if found is not None]
+
+
 def _hash_one(
-    job: ShardJob, buffer: memoryview, stopping: Stopping, progress: Progress | None
+    job: ShardJob,
+    buffer: memoryview,
+    stopping: Stopping,
+    progress: Progress | None,
+    *,
+    keep: bool = False,
 ) -> ShardHash:
+    """Do one job through ``buffer``; with ``keep`` it holds all the job's bytes afterwards."""
     digest, fast = blake3(), xxhash.xxh3_128()
     with disk_errors(job.source, "reading"):
         source = os.open(job.source, os.O_RDONLY | os.O_CLOEXEC)
@@ -82,7 +144,8 @@ def _hash_one(
                 target = os.open(job.target, os.O_WRONLY | os.O_CLOEXEC)
         done = 0
         while done < job.length and not stopping():
-            piece = buffer[: min(len(buffer), job.length - done)]
+            length = min(COPY_CHUNK_BYTES, job.length - done)
+            piece = buffer[done : done + length] if keep else buffer[:length]
             _read(job, source, piece, job.offset + done)
             digest.update(piece)
             fast.update(piece)

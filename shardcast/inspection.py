@@ -10,6 +10,7 @@ from http import HTTPStatus
 
 from shardcast.cancel import Cancel
 from shardcast.config import NetConfig
+from shardcast.delta_inspection import InspectedDelta, inspect_deltas
 from shardcast.errors import NotFoundError, ShardcastError, SourceStatusError, about
 from shardcast.fetch import BlobSource, MemorySink, Transfer
 from shardcast.protocol import trust
@@ -35,6 +36,7 @@ class Inspected:
         expired_ms: How long ago it expired; 0 if it did not.
         versions: The retained versions, newest first.
         opened: The layout of the version being published, or None.
+        deltas: The deltas that lead to the version looked at.
     """
 
     url: str
@@ -46,6 +48,7 @@ class Inspected:
     expired_ms: int
     versions: tuple[InspectedVersion, ...]
     opened: Layout | None
+    deltas: tuple[InspectedDelta, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,13 @@ class InspectedVersion:
 
 
 def inspect_run(
-    url: str, run: str, keys: Iterable[bytes], now_ms: int, config: NetConfig | None = None
+    url: str,
+    run: str,
+    keys: Iterable[bytes],
+    now_ms: int,
+    config: NetConfig | None = None,
+    *,
+    number: int | None = None,
 ) -> Inspected:
     """Ask one source for a run's head and documents; nothing is remembered.
 
@@ -68,6 +77,7 @@ def inspect_run(
         keys: Raw public keys to trust; none: the head is only checked against its own keys.
         now_ms: This machine's clock, Unix milliseconds.
         config: Bounds of the network.
+        number: The version whose deltas to look at; None: the newest.
 
     Raises:
         NotFoundError: If the source has no such run.
@@ -86,6 +96,11 @@ def inspect_run(
     source = BlobSource(url, net)
     try:
         versions = tuple(_version(source, run, ref) for ref in head.versions)
+        looked_at = head.version if number is None else number
+        deltas: tuple[InspectedDelta, ...] = ()
+        for one in versions:
+            if one.ref.version == looked_at and one.version is not None:
+                deltas = inspect_deltas(source, run, one.ref, one.version)
         opened = None
         if head.open is not None:
             with contextlib.suppress(ShardcastError):
@@ -102,6 +117,7 @@ def inspect_run(
         expired_ms=accepted.expired_ms,
         versions=versions,
         opened=opened,
+        deltas=deltas,
     )
 
 

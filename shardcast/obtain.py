@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final
 
@@ -19,7 +19,8 @@ from shardcast.errors import BusyError, DiskFullError, IntegrityError
 from shardcast.hashing import default_threads
 from shardcast.plan_work import Damage, PlanWork, Shards, Tally, local_tasks
 from shardcast.protocol.manifest import Version
-from shardcast.protocol.plan import Holding, Plan, plan_version
+from shardcast.protocol.plan import Delta, Holding, Plan, plan_version
+from shardcast.rebuilding import DeltaFailure, Rebuilding
 from shardcast.store.files import disk_errors
 from shardcast.store.run import RunStore
 from shardcast.store.stored import ShardState, StoredVersion
@@ -30,7 +31,11 @@ _ROUNDS: Final = 3
 
 
 class Obtainer:
-    """Makes one version complete on disk."""
+    """Makes one version complete on disk.
+
+    Attributes:
+        failures: What deltas did not bring.
+    """
 
     def __init__(
         self,
@@ -41,6 +46,7 @@ class Obtainer:
         tally: Tally,
         damaged: Callable[[Damage], None],
         threads: int | None,
+        allowance: int | None = None,
     ) -> None:
         """Do nothing yet.
 
@@ -51,18 +57,26 @@ class Obtainer:
             tally: Counts.
             damaged: Called when local bytes turn out bad.
             threads: For local work; None means all cores.
+            allowance: Fetch no more bytes than this; None: any number.
         """
         self._store = store
         self._open_pool = open_pool
         self._cancel = cancel
         self._damaged = damaged
         self._threads = threads or default_threads()
-        self._shards = Shards(tally, damaged, cancel)
+        self._shards = Shards(tally, damaged, cancel, allowance)
+        self.failures: list[DeltaFailure] = []
 
-    def obtain(self, version: Version) -> StoredVersion:
+    def obtain(self, version: Version, deltas: Sequence[Delta] = ()) -> StoredVersion:
         """Return the version with every shard verified, staged or (if it was before) committed.
 
+        Args:
+            version: The version.
+            deltas: What leads to it, best first. What they do not bring is fetched plainly, and
+                ``failures`` says why.
+
         Raises:
+            AllowanceError: If it would cost more than it may.
             DiskFullError: If there is no room, naming what is needed and what is free.
             DiskError: If the system refuses otherwise.
             NetworkError, IntegrityError: If no source delivers what is missing.
@@ -74,7 +88,7 @@ class Obtainer:
             try:
                 stored, found = self._prepare(version, sources)
                 with stored.lease():
-                    self._complete(version, stored, sources, found=found)
+                    self._complete(version, stored, sources, deltas, found=found)
             finally:
                 for source in sources:
                     source.release_lease()
@@ -85,6 +99,7 @@ class Obtainer:
         version: Version,
         stored: StoredVersion,
         sources: Sequence[StoredVersion],
+        deltas: Sequence[Delta],
         *,
         found: bool,
     ) -> None:
@@ -93,9 +108,11 @@ class Obtainer:
         for _ in range(_ROUNDS):
             done = stored.present()
             self._shards.count_done(stored, done)
-            plan = plan_version(version, done, [_holding(source) for source in sources])
-            if not (plan.files or plan.copies or plan.fetches or plan.repeats):
+            holdings = [_holding(source) for source in sources]
+            plan = plan_version(version, done, holdings, () if self.failures else deltas)
+            if not (plan.files or plan.copies or plan.deltas or plan.fetches or plan.repeats):
                 break
+            self._shards.spend(plan.fetch_bytes)
             self._perform(plan, stored, {source.version.number: source for source in sources})
         if not stored.complete:
             raise IntegrityError(
@@ -213,15 +230,20 @@ class Obtainer:
     def _perform(
         self, plan: Plan, stored: StoredVersion, sources: dict[int, StoredVersion]
     ) -> None:
-        with self._open_pool() as pool:
-            work = PlanWork(self._shards, self._store, stored, sources, pool)
-            for fetch in plan.fetches:
-                work.fetch(fetch.digest, [extent.shard for extent in fetch.targets])
+        with ExitStack() as open_now:
+            pool = open_now.enter_context(self._open_pool())
+            work = PlanWork(self._shards, self._store, stored, sources, pool, plan)
+            rebuilding = open_now.enter_context(
+                Rebuilding(stored, sources, pool, self._cancel, work, threads=self._threads)
+            )
             try:
+                rebuilding.start(plan.deltas, fed=work.fetch_planned)
                 self._all(work.local, local_tasks(plan, stored))
+                rebuilding.finish()
                 pool.finish()
             finally:
-                self._shards.count_fetched(pool)
+                self.failures += rebuilding.failures
+                self._shards.count_fetched(pool, rebuilding.arrived_bytes)
 
     def _all(self, action: Callable[..., None], items: Iterable[object]) -> None:
         """Do ``action`` for all items, on all cores; the first error ends it and is raised."""

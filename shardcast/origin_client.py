@@ -40,7 +40,7 @@ IDLE_TIMEOUT_S: Final = 60.0
 MINIMUM_RATE_BYTES_PER_S: Final = 8 * 1024
 """An upload that is slower on the whole is given up: nobody is served by waiting for it."""
 COMMIT_TIMEOUT_S: Final = 1800.0
-"""Before it answers the head, an origin assembles unchanged shards and syncs its disk."""
+"""Before it answers, an origin rebuilds shards from deltas, copies unchanged ones, syncs its disk."""
 ATTEMPTS: Final = 6
 PAUSE_FIRST_S: Final = 0.25
 PAUSE_CAP_S: Final = 5.0
@@ -139,6 +139,9 @@ class OriginClient:
     def missing(self, digests: Sequence[str]) -> list[str]:
         """Return those of ``digests`` that the origin lacks.
 
+        Before it answers, an origin may rebuild shards from deltas that it was sent, so that takes
+        as long as that does; asked again after a time-out, it goes on.
+
         Raises:
             RefusedError: If the token is refused.
             NetworkError: If the origin does not answer properly.
@@ -147,7 +150,12 @@ class OriginClient:
         for first in range(0, len(digests), MISSING_BATCH):
             batch = list(digests[first : first + MISSING_BATCH])
             data = msgspec.json.encode({"digests": batch})
-            answer = self._ask("POST", wire.missing_path(self.run), Body(len(data), data))
+            answer = self._ask(
+                "POST",
+                wire.missing_path(self.run),
+                Body(len(data), data),
+                timeout_s=COMMIT_TIMEOUT_S,
+            )
             self._require(answer, (http.client.OK,), "the list of digests")
             try:
                 listed = msgspec.json.decode(answer.body, type=Missing).missing

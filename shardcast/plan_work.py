@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -36,12 +36,14 @@ class Tally:
         done_bytes: Of those, verified in place.
         fetched_bytes: What the network carried, documents and waste included.
         hedged_bytes: Of those, what came twice because a slow request was raced by a second one.
+        delta_bytes: Of those, delta blobs.
     """
 
     total_bytes: int = 0
     done_bytes: int = 0
     fetched_bytes: int = 0
     hedged_bytes: int = 0
+    delta_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,10 @@ class Damage:
     error: IntegrityError
 
 
+class AllowanceError(ShardcastError):
+    """A version on the way to another one turned out too dear."""
+
+
 class Shards:
     """What is done with single shards on this disk, counted and told. Thread-safe.
 
@@ -60,18 +66,39 @@ class Shards:
         tally: What was done so far.
     """
 
-    def __init__(self, tally: Tally, damaged: Callable[[Damage], None], cancel: Cancel) -> None:
+    def __init__(
+        self,
+        tally: Tally,
+        damaged: Callable[[Damage], None],
+        cancel: Cancel,
+        allowance: int | None = None,
+    ) -> None:
         """Do nothing yet.
 
         Args:
             tally: Counts.
             damaged: Called when local bytes turn out bad.
             cancel: Ends hashing and copying.
+            allowance: Fetch no more bytes than this; None: any number.
         """
         self.tally = tally
         self._damaged = damaged
         self._cancel = cancel
+        self._allowance = allowance
         self._lock = threading.Lock()
+
+    def spend(self, count: int) -> None:
+        """Bytes are about to be fetched.
+
+        Raises:
+            AllowanceError: If they are more than are left.
+        """
+        with self._lock:
+            if self._allowance is None:
+                return
+            self._allowance -= count
+            if self._allowance < 0:
+                raise AllowanceError("it costs more than the way over it is worth")
 
     def done(self, stored: StoredVersion, shard: int, xxh3: bytes) -> None:
         """A shard was verified in place.
@@ -148,11 +175,12 @@ class Shards:
         with self._lock:
             self.tally.done_bytes = sum(layout.extent(shard).length for shard in done)
 
-    def count_fetched(self, pool: FetchPool) -> None:
-        """Note what a pool has carried."""
+    def count_fetched(self, pool: FetchPool, delta_bytes: int) -> None:
+        """Note what a pool has carried, and how much of that were delta blobs."""
         with self._lock:
             self.tally.fetched_bytes += pool.received_bytes
             self.tally.hedged_bytes += pool.hedged_bytes
+            self.tally.delta_bytes += delta_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +197,12 @@ def local_tasks(plan: Plan, stored: StoredVersion) -> Iterator[Adopt | ShardCopy
         for shard in stored.version.layout.file_shards(reuse.file):
             yield Adopt(shard, reuse)
     yield from plan.copies
-    yield from plan.repeats
+    rebuilt = _rebuilt(plan)
+    yield from (repeat for repeat in plan.repeats if repeat.source.shard not in rebuilt)
+
+
+def _rebuilt(plan: Plan) -> frozenset[int]:
+    return frozenset(extent.shard for fetch in plan.deltas for extent in fetch.targets)
 
 
 class PlanWork:
@@ -182,14 +215,52 @@ class PlanWork:
         stored: StoredVersion,
         sources: dict[int, StoredVersion],
         pool: FetchPool,
+        plan: Plan,
     ) -> None:
         self._shards = shards
         self._store = store
+        self._plan = plan
         self._stored = stored
         self._sources = {**sources, stored.version.number: stored}
         self._pool = pool
         self._lock = threading.Lock()
         self._coming: dict[str, list[int]] = {}
+        rebuilt = _rebuilt(plan)
+        self._repeats: dict[int, list[int]] = {}
+        for repeat in plan.repeats:
+            if repeat.source.shard in rebuilt:
+                self._repeats.setdefault(repeat.source.shard, []).append(repeat.target.shard)
+
+    # --- what deltas bring ------------------------------------------------------------------
+
+    def good(self, shard: int, xxh3: bytes) -> None:
+        """A shard was rebuilt: whatever has the same bytes is a copy of it."""
+        self._shards.done(self._stored, shard, xxh3)
+        for repeat in self._repeats.get(shard, ()):
+            self._copy(self._stored, self._stored.version.layout.extent(shard), repeat)
+
+    def plain(self, shards: Sequence[int]) -> None:
+        """Shards that no delta brought are fetched, each with those that have the same bytes."""
+        for shard in shards:
+            digest = self._stored.version.digests[shard]
+            assert digest is not None
+            self._shards.spend(self._stored.version.layout.extent(shard).length)
+            self.fetch(digest, [shard, *self._repeats.get(shard, ())])
+
+    def is_whole(self, base: StoredVersion, shard: int) -> bool:
+        """Hash a base's shard again; one that is not good is marked so."""
+        found, _ = self._shards.hash(base, base.version.layout.extent(shard))
+        if found == base.version.digests[shard]:
+            return True
+        self._shards.bad(base, shard)
+        return False
+
+    # --- what the network brings ------------------------------------------------------------
+
+    def fetch_planned(self) -> None:
+        """Fetch what the plan says comes as it is."""
+        for fetch in self._plan.fetches:
+            self.fetch(fetch.digest, [extent.shard for extent in fetch.targets])
 
     def fetch(self, digest: str, shards: list[int]) -> None:
         """Fetch a digest once, for all shards that have it."""

@@ -1,10 +1,12 @@
 """Publish a checkpoint directory into a store on this machine.
 
 Order, and what a crash leaves behind: files are staged and hashed (leftovers in
-``state/staging``), documents are written to ``blobs/`` (harmless), the version is renamed to
-``versions/N`` (not announced: the next publication removes it), ``head.json`` is replaced (the
-commit point), trust is remembered (a head newer than it is accepted), old versions are removed.
-So a kill at any point leaves the previous head or the new one, both whole.
+``state/staging``) and what changed since the version before becomes delta blobs (in ``blobs/``, named by
+nothing yet: the next publication collects them); delta parts, then the version's own documents are
+written to ``blobs/`` (harmless), the version is renamed to ``versions/N`` (not announced: the next
+publication removes it), ``head.json`` is replaced (the commit point), trust is remembered (a head newer
+than it is accepted). Deltas from older bases and a compressed copy follow, announced by a second
+head. Last, old versions are removed. So a kill at any point leaves the previous head or a new one, whole.
 """
 
 from __future__ import annotations
@@ -14,33 +16,27 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from shardcast.announcing import announce, issue_for, last_head, publishing
+from shardcast.delta_publishing import delta_bases, further_deltas, leased
 from shardcast.errors import (
     ShardcastError,
     UsageError,
 )
-from shardcast.hashing import ShardJob, hash_shards
-from shardcast.placing import place_files
 from shardcast.protocol import succession
 from shardcast.protocol.envelope import Signer
 from shardcast.protocol.head import Head
-from shardcast.protocol.layout import (
-    Layout,
-)
+from shardcast.protocol.layout import Layout
 from shardcast.publishing import (
-    Documents,
     Published,
     PublishObserver,
     PublishOptions,
     SilentObserver,
-    documents_of,
     plan_layout,
     reference,
     settled_selection,
 )
-from shardcast.sources import Selection, require_unchanged, select_files
+from shardcast.staging import stage_files, take_back
 from shardcast.store.retention import Collected, collect, unreachable_versions
 from shardcast.store.run import RunStore
-from shardcast.store.stored import StoredVersion
 
 
 def publish_directory(
@@ -75,17 +71,31 @@ def publish_directory(
         watch.selected(selection)
         previous = _previous_layout(run, head)
         layout = plan_layout(options, selection, run.run, number, previous, now_ms())
-        method, stored, documents = _fill(options, run, layout, selection, watch)
+        bases = delta_bases(options, run, head)
+        with leased(bases.get(1), watch) as base:
+            staged = stage_files(options, run, layout, selection, base, watch)
+        stored = staged.stored
         try:
             run.commit(number, options.durability)
         except BaseException:
-            _take_back(run, number)
+            take_back(run, number)
             raise
-        ref = reference(documents.version)
+        deltas = () if staged.delta is None else (staged.delta,)
+        ref = reference(staged.documents.version, deltas)
         issue = issue_for(run.run, signers, now_ms(), options.expiry_ms)
-        announce(run, succession.with_version(head, issue, ref, keep=options.keep), signers, issue)
+        head = succession.with_version(head, issue, ref, keep=options.keep)
+        announce(run, head, signers, issue)
+        further = further_deltas(options, stored, bases, run.write_blob, watch)
+        if further:
+            issue = issue_for(run.run, signers, now_ms(), options.expiry_ms)
+            refs = [one.ref for one in further]
+            head = succession.with_deltas(head, issue, number, refs)
+            announce(run, head, signers, issue)
+            ref = head.ref(number) or ref
         collected = _collect(run)
-    return Published(run.run, ref, stored.directory, selection, 0, method, collected)
+    return Published(
+        run.run, ref, stored.directory, selection, 0, staged.method, collected, (*deltas, *further)
+    )
 
 
 def require_apart(checkpoint: Path, store: Path) -> None:
@@ -120,54 +130,6 @@ def _previous_layout(run: RunStore, head: Head | None) -> Layout | None:
     except ShardcastError:
         return None
     return None if version is None else version.layout
-
-
-def _fill(
-    options: PublishOptions,
-    run: RunStore,
-    layout: Layout,
-    selection: Selection,
-    watch: PublishObserver,
-) -> tuple[str, StoredVersion, Documents]:
-    """Bring all files into staging, hash them, and write the documents."""
-    directory = run.staging_directory(layout.version)
-    try:
-        method = place_files(options, selection, directory)
-        hashes = hash_shards(
-            _jobs(layout, selection, directory, method),
-            threads=options.threads,
-            progress=watch.hashed,
-        )
-        again = select_files(options.source, include=options.include, exclude=options.exclude)
-        require_unchanged(selection, again, options.source)
-        documents = documents_of(layout, [found.digest for found in hashes])
-        for digest, data in documents.blobs.items():
-            run.write_blob(digest, data)
-        stored = run.stage(documents.version, files=False)
-        stored.record_all({shard: found.xxh3 for shard, found in enumerate(hashes)})
-    except BaseException:
-        _take_back(run, layout.version)
-        raise
-    return method, stored, documents
-
-
-def _take_back(run: RunStore, number: int) -> None:
-    """Remove what nobody was told of; where the disk refuses even that, the next publication does."""
-    with contextlib.suppress(ShardcastError):
-        run.evict(number)
-
-
-def _jobs(layout: Layout, selection: Selection, directory: Path, method: str) -> list[ShardJob]:
-    """Return one job a shard: copies hash what they read, links and clones what is in staging."""
-    jobs = []
-    for extent in layout.extents():
-        here = directory / extent.path
-        if method == "copy":
-            source = selection.files[extent.file].location
-            jobs.append(ShardJob(source, extent.offset, extent.length, target=here))
-        else:
-            jobs.append(ShardJob(here, extent.offset, extent.length))
-    return jobs
 
 
 def _collect(run: RunStore) -> Collected | None:

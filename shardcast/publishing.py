@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Protocol
 
+from shardcast.deltas import Delta
 from shardcast.errors import (
     UsageError,
 )
@@ -23,9 +24,11 @@ from shardcast.protocol.layout import (
 )
 from shardcast.protocol.limits import (
     MAX_BYTES,
+    MAX_DELTAS,
     MAX_METADATA_BYTES,
     MAX_METADATA_ITEMS,
     MAX_TEXT_CHARS,
+    MAX_VERSIONS,
     ONE_SHOT_EXPIRY_MS,
 )
 from shardcast.protocol.manifest import Version, encode_manifest
@@ -53,6 +56,9 @@ class PublishOptions:
         durability: Whether files are synced before the version is announced.
         threads: Threads that hash; None: all cores.
         expiry_ms: How long the head is fresh.
+        delta: Whether to announce a delta from the version before.
+        delta_bases: Further bases: 2 is the version before the last one. Only those on disk count.
+        compress: Whether to announce a compressed copy, too.
     """
 
     source: Path
@@ -66,6 +72,9 @@ class PublishOptions:
     durability: Durability = Durability.SYNC
     threads: int | None = None
     expiry_ms: int = ONE_SHOT_EXPIRY_MS
+    delta: bool = True
+    delta_bases: Sequence[int] = ()
+    compress: bool = False
 
     def __post_init__(self) -> None:
         """Check what would otherwise be found out after everything was hashed.
@@ -77,6 +86,12 @@ class PublishOptions:
             raise UsageError(f"--step {self.step} is not from 0 to {MAX_BYTES}")
         if self.lineage is not None and not 0 < len(self.lineage) <= MAX_TEXT_CHARS:
             raise UsageError(f"--lineage has 1 to {MAX_TEXT_CHARS} characters")
+        if any(not 1 <= base <= MAX_VERSIONS for base in self.delta_bases):
+            raise UsageError(f"--delta-bases: versions back, each from 1 to {MAX_VERSIONS}")
+        if len(set(self.delta_bases)) > MAX_DELTAS - 2:
+            raise UsageError(f"--delta-bases: at most {MAX_DELTAS - 2} of them")
+        if self.delta_bases and not self.delta:
+            raise UsageError("--delta-bases cannot go with --no-delta")
         texts = [text for item in self.metadata.items() for text in item]
         try:
             weight = len("".join(texts).encode())
@@ -113,6 +128,10 @@ class PublishObserver(Protocol):
         """Another publisher is at work."""
         ...
 
+    def noticed(self, message: str) -> None:
+        """Something that people should know, although the publication goes on."""
+        ...
+
 
 class SilentObserver:
     """Hears everything and says nothing."""
@@ -132,6 +151,9 @@ class SilentObserver:
     def waiting(self, message: str) -> None:
         """Do nothing."""
 
+    def noticed(self, message: str) -> None:
+        """Do nothing."""
+
 
 @dataclass(frozen=True, slots=True)
 class Published:
@@ -144,6 +166,7 @@ class Published:
         uploaded_bytes: What a remote origin lacked; 0 in a local store.
         method: ``clone``, ``copy``, ``link`` or ``upload``.
         collected: What retention removed, or None.
+        deltas: The deltas that were announced.
     """
 
     run: str
@@ -153,6 +176,7 @@ class Published:
     uploaded_bytes: int
     method: str
     collected: Collected | None
+    deltas: tuple[Delta, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +237,7 @@ def documents_of(layout: Layout, digests: Sequence[str]) -> Documents:
     return Documents(version, blobs)
 
 
-def reference(version: Version) -> VersionRef:
+def reference(version: Version, deltas: Sequence[Delta] = ()) -> VersionRef:
     """Return the head's entry for a complete version."""
     if version.manifest is None:
         raise UsageError(f"version {version.number} is not complete")
@@ -222,7 +246,7 @@ def reference(version: Version) -> VersionRef:
         step=version.layout.step,
         manifest=version.manifest,
         bytes=version.layout.total_bytes,
-        deltas=[],
+        deltas=[delta.ref for delta in deltas],
     )
 
 

@@ -12,8 +12,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeAlias
 
 from xxhash import xxh3_128_digest
 
@@ -35,6 +36,10 @@ class PoolSink(BlobSink, Protocol):
     def close(self) -> None:
         """Give back what is held open, until more bytes come."""
         ...
+
+
+_Entry: TypeAlias = tuple[PoolSink, Callable[[Transfer], None]]
+"""Where a job's bytes go, and what is called when they are there."""
 
 
 class ExtentSink:
@@ -164,7 +169,8 @@ class FetchPool:
             notify=notify,
             resumes=lambda source: sources[source].resumes,
         )
-        self._jobs: dict[Job, tuple[PoolSink, Callable[[Transfer], None]]] = {}
+        self._jobs: dict[Job, _Entry] = {}
+        self._optional: dict[Job, Callable[[ShardcastError], None]] = {}
         self._threads: list[threading.Thread] = []
         self._hook = cancel.hook(self._cancelled)
         self._error: BaseException | None = None
@@ -181,6 +187,7 @@ class FetchPool:
         name: str,
         done: Callable[[Transfer], None],
         limit: int = MAX_DOCUMENT_BYTES,
+        lost: Callable[[ShardcastError], None] | None = None,
     ) -> None:
         """Fetch a blob.
 
@@ -191,10 +198,14 @@ class FetchPool:
             name: What it is, for messages.
             done: Called from a fetching thread once the digest matched.
             limit: Most bytes that it may have.
+            lost: The blob is optional; this is called, from a fetching thread, if it was given up.
         """
-        job = Job(Transfer(self._run, digest, length, sink, limit=limit), name)
+        transfer = Transfer(self._run, digest, length, sink, limit=limit)
+        job = Job(transfer, name, optional=lost is not None)
         with self._changed:
             self._jobs[job] = (sink, done)
+            if lost is not None:
+                self._optional[job] = lost
             self._schedule.add(job)
             self._changed.notify_all()
         self._start_threads()
@@ -218,6 +229,12 @@ class FetchPool:
         step = self._schedule.next()
         if isinstance(step, Finished) and step.error is not None:
             raise step.error
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it will fetch nothing any more, since something failed or it was cancelled."""
+        with self._changed:
+            return self._error is not None or self._schedule.stopped
 
     @property
     def hedged_bytes(self) -> int:
@@ -270,28 +287,34 @@ class FetchPool:
 
     def _work(self) -> None:
         try:
-            while (flight := self._next()) is not None:
-                self._perform(flight)
+            while (begun := self._next()) is not None:
+                self._perform(*begun)
         except BaseException as error:
             with self._changed:
                 self._error = self._error or error
                 self._schedule.abort(TransferCancelledError("another thread failed"))
                 self._changed.notify_all()
 
-    def _next(self) -> Flight | None:
-        with self._changed:
-            while True:
+    def _next(self) -> tuple[Flight, _Entry] | None:
+        while True:
+            with self._changed:
                 step = self._schedule.next()
-                if isinstance(step, Flight):
-                    return step
+                lost = self._take_lost()
+                # Looked up now: another flight may end the job at any moment.
+                entry = self._jobs[step.job] if isinstance(step, Flight) else None
                 if isinstance(step, Finished):
                     self._changed.notify_all()
-                    return None
-                assert isinstance(step, Wait)
-                self._changed.wait(step.seconds)
+                elif isinstance(step, Wait) and not lost:
+                    self._changed.wait(step.seconds)
+            for tell in lost:
+                tell()
+            if isinstance(step, Flight) and entry is not None:
+                return step, entry
+            if isinstance(step, Finished):
+                return None
 
-    def _perform(self, flight: Flight) -> None:
-        sink, done = self._jobs[flight.job]
+    def _perform(self, flight: Flight, entry: _Entry) -> None:
+        sink, done = entry
         received = 0
         late = False
         outcome: Fetched | ShardcastError = TransferCancelledError("a thread failed")
@@ -315,7 +338,20 @@ class FetchPool:
             with self._changed:
                 self.received_bytes += received
                 self._report(flight, outcome, late=late)
+                lost = self._take_lost()
                 self._changed.notify_all()
+        for tell in lost:
+            tell()
+
+    def _take_lost(self) -> list[Callable[[], None]]:
+        """Return what must be called, without the lock, for the blobs that were just given up."""
+        calls: list[Callable[[], None]] = []
+        for job in self._schedule.take_lost():
+            self._jobs.pop(job, None)
+            tell = self._optional.pop(job, None)
+            if tell is not None and job.lost is not None:
+                calls.append(partial(tell, job.lost))
+        return calls
 
     def _transfer_of(self, flight: Flight) -> tuple[Transfer, int]:
         """Return where a flight's bytes go, and how many came there before."""
@@ -334,6 +370,7 @@ class FetchPool:
             self._schedule.late(flight, outcome)
         else:
             self._jobs.pop(flight.job, None)
+            self._optional.pop(flight.job, None)
             self._schedule.succeeded(flight, outcome)
 
     def _cancelled(self) -> None:

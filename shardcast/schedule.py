@@ -14,6 +14,7 @@ numbers come from outside, so that tests can play an hour of faults in a millise
   continued elsewhere, so that no byte is fetched twice.
 - The pull fails when nothing at all was gained for ``give_up_after_s``; at once when every source
   sent a wrong blob, was banned, and sent a wrong one again.
+- An optional blob never makes it fail by itself: it is given up before (optional.py).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Final
 
-from shardcast import endgame
+from shardcast import endgame, optional
 from shardcast.cancel import Cancel, TransferCancelledError
 from shardcast.config import NetConfig
 from shardcast.endgame import HedgeBudget
@@ -97,6 +98,7 @@ class Schedule:
         self._open = True
         self._verdicts = Verdicts(self._sources, selector, config, clock, rng, notify)
         self._error: ShardcastError | None = None
+        self._lost: list[Job] = []
         self._verified_at = self._gained_at = clock()
 
     # --- work -------------------------------------------------------------------------------
@@ -121,6 +123,16 @@ class Schedule:
         self._waiting.clear()
         for flight in self._flights:
             flight.cancel.cancel()
+
+    def take_lost(self) -> list[Job]:
+        """Return the optional jobs that were given up since this was last called."""
+        lost, self._lost = self._lost, []
+        return lost
+
+    @property
+    def stopped(self) -> bool:
+        """Whether an error has ended it."""
+        return self._error is not None
 
     @property
     def unfinished(self) -> int:
@@ -151,7 +163,7 @@ class Schedule:
                 return begun
         if not self._waiting and not self._flights and (not self._open or self._error):
             return Finished(self._error)
-        if self._starved(now):
+        if self._starved(now) and not self._lose_starved(now):
             self.abort(self._verdicts.starved([job.name for job in self._jobs()]))
             return Finished(self._error) if not self._flights else Wait(_POLL_S)
         if self._error is None and self._flights:
@@ -202,7 +214,7 @@ class Schedule:
         """The blob is complete and its digest is right. Whoever raced it is cancelled."""
         job = flight.job
         job.done = True
-        self._done_bytes += job.bytes
+        self._done_bytes += job.bytes if job.lost is None else 0
         rival = job.main if flight.hedge else job.hedge
         self._ended(flight, won=True)
         self._verdicts.good(flight.source, fetched)
@@ -242,7 +254,43 @@ class Schedule:
                 self._verdicts.failed(source, error)
                 self._gain(job, now)
             self._pause(job, source, error, now)
+            self._count_fault(flight, error, now)
         self._requeue(job)
+
+    def _count_fault(self, flight: Flight, error: ShardcastError, now: float) -> None:
+        """Give up an optional job whose sources keep failing because of it."""
+        job, source = flight.job, flight.source
+        if not job.optional or job.done:
+            return
+        if flight.got > 0 or job.failing_since is None:
+            job.failing_since = now
+        failures = self._selector.rating(source).failures
+        more = optional.fault(error, failures, answered=flight.got > 0)
+        job.faults[source] = job.faults.get(source, 0) + more
+        if optional.is_lost(job.faults, self._selector.ratings()) or optional.waited_enough(
+            error, job.failing_since, now, self._config
+        ):
+            self._lose(job, error)
+
+    def _lose(self, job: Job, error: ShardcastError) -> None:
+        job.lost = error
+        self._done_bytes += job.bytes
+        self._lost.append(job)
+        if job in self._waiting:
+            self._waiting.remove(job)
+        for flight in (job.main, job.hedge):
+            if flight is not None:
+                flight.overtaken = True
+                flight.cancel.cancel()
+
+    def _lose_starved(self, now: float) -> bool:
+        """Go on without the optional jobs that were to blame; False if there are none."""
+        guilty = [job for job in self._jobs() if any(job.faults.values()) and job.lost is None]
+        for job in guilty:
+            self._lose(job, self._verdicts.starved([job.name]))
+        if guilty:
+            self._verified_at = self._gained_at = now
+        return bool(guilty)
 
     def _ended(self, flight: Flight, *, won: bool = False) -> None:
         """Take a flight off; count what came twice once both requests of a race have ended."""
@@ -285,7 +333,9 @@ class Schedule:
         # Wrong bytes were no gain; what others are receiving is.
         others = [f.seen_at for f in self._flights if f.seen_offset > f.start_offset]
         self._gained_at = max(self._verified_at, *others) if others else self._verified_at
-        self._verdicts.wrong(source, error, asked_at=flight.started, stitched=stitched)
+        self._verdicts.wrong(
+            source, error, asked_at=flight.started, stitched=stitched, fatal=not job.optional
+        )
         if self._verdicts.hopeless:
             self.abort(self._verdicts.all_wrong(job.name, error))
 
@@ -304,7 +354,8 @@ class Schedule:
         job.avoid_until[source] = now + pause
 
     def _requeue(self, job: Job) -> None:
-        if self._error is None and not job.done and job.main is None and job.hedge is None:
+        gone = job.done or job.lost is not None
+        if self._error is None and not gone and job.main is None and job.hedge is None:
             self._waiting.appendleft(job)
 
     # --- end game and giving up -------------------------------------------------------------

@@ -18,6 +18,9 @@ from typing import Final, TypeVar
 from shardcast import deadline
 from shardcast.activating import Activator
 from shardcast.cancel import Cancel
+from shardcast.config import NetConfig
+from shardcast.delta_documents import DeltaDocuments
+from shardcast.delta_reports import DeltaReports
 from shardcast.documents import DocumentFetcher
 from shardcast.effort import Effort
 from shardcast.errors import (
@@ -28,16 +31,17 @@ from shardcast.errors import (
 )
 from shardcast.events import EventKind, WorkerEvent
 from shardcast.heads import HeadKeeper
+from shardcast.journey import Arrived, Journey
 from shardcast.obtain import Obtainer
 from shardcast.plan_work import Damage, Tally
 from shardcast.protocol.head import VersionRef
-from shardcast.protocol.manifest import Version
 from shardcast.pulling import FetchPool
 from shardcast.scans import Scans
 from shardcast.source_set import SourceSet
 from shardcast.store.run import RunStore
 from shardcast.store.stored import StoredVersion
 from shardcast.upstream import HeadSource
+from shardcast.ways import Wanted, Ways
 from shardcast.worker_options import WorkerOptions
 
 _T = TypeVar("_T")
@@ -82,7 +86,10 @@ class WorkerSession:
         self.sources = SourceSet(options, upstreams, keeper, emit)
         self._scans = Scans(store, options.threads)
         self._documents = threading.Lock()
-        self._effort = Effort(store)
+        self._delta_documents = DeltaDocuments()
+        self._delta_reports = DeltaReports(options.run, emit)
+        self._ways = Ways(store, self._listed)
+        self._effort = Effort(self._ways.price)
         self.activator = Activator(options, store, keeper, self._scans, self._documents)
 
     # --- obtain -----------------------------------------------------------------------------
@@ -101,8 +108,7 @@ class WorkerSession:
         Raises:
             NetworkError: If no source has it.
         """
-        config = self.options.config
-        patience = replace(config, give_up_after_s=min(config.give_up_after_s, 10.0))
+        patience = self._impatient()
 
         def get(cancel: Cancel) -> VersionRef:
             with self._documents:
@@ -122,35 +128,80 @@ class WorkerSession:
     def _obtain(self, ref: VersionRef, cancel: Cancel) -> Obtained:
         tally = Tally(total_bytes=ref.bytes)
         self.sources.doubt_the_unheard()
-        version = self._documents_of(ref, cancel, tally)
+        wanted = self._documents_of(ref, cancel, tally)
         pools: list[FetchPool] = []
 
-        def pool() -> FetchPool:
-            pools.append(self.sources.pool(cancel))
-            return pools[-1]
+        def new_obtainer(tally: Tally, allowance: int | None) -> Obtainer:
+            config = None if allowance is None else self._impatient()
 
-        obtainer = Obtainer(
-            self.store,
-            pool,
-            cancel,
-            tally=tally,
-            damaged=self._damaged,
-            threads=self.options.threads,
-        )
-        with self._effort.on(version, tally, pools), self._progress(ref, tally, pools):
-            stored = obtainer.obtain(version)
-        self.emit_version(
-            EventKind.READY, ref, stored.directory, tally.fetched_bytes, tally.hedged_bytes
-        )
-        return Obtained(ref, stored, tally.fetched_bytes)
+            def pool() -> FetchPool:
+                pools.append(self.sources.pool(cancel, config))
+                return pools[-1]
 
-    def _documents_of(self, ref: VersionRef, cancel: Cancel, tally: Tally) -> Version:
-        with self._documents:
-            return DocumentFetcher(
+            return Obtainer(
                 self.store,
-                lambda: self.sources.document_pool(cancel),
-                lambda n: _add_fetched(tally, n),
-            ).version(ref, self.keeper.state)
+                pool,
+                cancel,
+                tally=tally,
+                damaged=self._damaged,
+                threads=self.options.threads,
+                allowance=allowance,
+            )
+
+        journey = Journey(
+            self.store,
+            self._ways,
+            new_obtainer,
+            lambda ref: self._documents_of(ref, cancel, tally, self._impatient()),
+        )
+        try:
+            with self._effort.on(wanted, tally, pools), self._progress(ref, tally, pools):
+                arrived = journey.go(wanted, tally)
+        finally:
+            self._delta_reports.tell(journey.failures)
+        self._emit_ready(ref, arrived, tally)
+        return Obtained(ref, arrived.stored, tally.fetched_bytes)
+
+    def _emit_ready(self, ref: VersionRef, arrived: Arrived, tally: Tally) -> None:
+        self.emit(
+            WorkerEvent(
+                kind=EventKind.READY,
+                run=self.options.run,
+                version=ref.version,
+                step=ref.step,
+                manifest=ref.manifest,
+                path=arrived.stored.directory,
+                bytes_total=ref.bytes,
+                bytes_fetched=tally.fetched_bytes,
+                bytes_hedged=tally.hedged_bytes,
+                bytes_delta=tally.delta_bytes,
+                via=arrived.via,
+            )
+        )
+
+    def _documents_of(
+        self, ref: VersionRef, cancel: Cancel, tally: Tally, config: NetConfig | None = None
+    ) -> Wanted:
+        def pool() -> FetchPool:
+            return self.sources.document_pool(cancel, config)
+
+        with self._documents:
+            version = DocumentFetcher(self.store, pool, lambda n: _add_fetched(tally, n)).version(
+                ref, self.keeper.state
+            )
+            deltas = self._delta_documents.fetch(
+                ref,
+                version,
+                self._ways.bases(ref.version),
+                pool,
+                count=lambda n: _add_fetched(tally, n),
+                refused=lambda error: self._delta_reports.refused(ref, error),
+            )
+        return Wanted(ref, version, deltas)
+
+    def _listed(self) -> Sequence[VersionRef]:
+        accepted = self.keeper.accepted
+        return () if accepted is None else accepted.head.versions
 
     async def supersedes(self, newer: VersionRef) -> bool:
         """Say whether what is being obtained should be dropped for a newer version.
@@ -166,6 +217,11 @@ class WorkerSession:
         if not self._effort.under_way:
             return True  # not a byte of it has been asked for
         return self._effort.switch_to(self._documents_of(newer, cancel, Tally()))
+
+    def _impatient(self) -> NetConfig:
+        """Return the bounds for what the sources may well not have, and need not."""
+        config = self.options.config
+        return replace(config, give_up_after_s=min(config.give_up_after_s, 10.0))
 
     def _damaged(self, damage: Damage) -> None:
         self.emit(
@@ -284,7 +340,6 @@ class WorkerSession:
         ref: VersionRef,
         path: Path | None = None,
         fetched: int | None = None,
-        hedged: int | None = None,
     ) -> None:
         """Tell something about a version."""
         self.emit(
@@ -297,7 +352,6 @@ class WorkerSession:
                 path=path,
                 bytes_total=ref.bytes,
                 bytes_fetched=fetched,
-                bytes_hedged=hedged,
             )
         )
 

@@ -119,9 +119,14 @@ class SourceSet:
 
     # --- blobs ------------------------------------------------------------------------------
 
-    def pool(self, cancel: Cancel) -> FetchPool:
-        """Return a pool that fetches shards."""
-        return self._pool_with(self._selector, cancel, self._options.config)
+    def pool(self, cancel: Cancel, config: NetConfig | None = None) -> FetchPool:
+        """Return a pool that fetches shards.
+
+        Args:
+            cancel: Ends it.
+            config: Other network bounds than the worker's.
+        """
+        return self._pool_with(self._selector, cancel, config or self._options.config)
 
     def document_pool(self, cancel: Cancel, config: NetConfig | None = None) -> FetchPool:
         """Return a pool that fetches documents.

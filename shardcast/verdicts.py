@@ -18,7 +18,9 @@ from shardcast.fetch import Fetched
 from shardcast.flights import Flight, Notice
 from shardcast.selector import Selector
 
-_BUSY: Final = frozenset({429, 503})
+BUSY: Final = frozenset({429, 503})
+"""Statuses of a source that is well, and has no time now."""
+
 _BUSY_IN_ROW: Final = 3
 """So many refusals in a row concern the source, not the blob."""
 
@@ -69,7 +71,7 @@ class Verdicts:
         status = error.status if isinstance(error, SourceStatusError) else 0
         if status == 404:
             self._selector.dropped(source)
-        elif status in _BUSY:
+        elif status in BUSY:
             self._busy[source] = self._busy.get(source, 0) + 1
             rest = 0.0
             if self._busy[source] >= _BUSY_IN_ROW:
@@ -80,8 +82,24 @@ class Verdicts:
             self._selector.failed(source, retry_after=retry_after(error, self._config))
         self._notify(Notice(source, error))
 
-    def wrong(self, source: str, error: IntegrityError, *, asked_at: float, stitched: bool) -> None:
-        """It sent a wrong blob, or (``stitched``) the last part of one."""
+    def wrong(
+        self,
+        source: str,
+        error: IntegrityError,
+        *,
+        asked_at: float,
+        stitched: bool,
+        fatal: bool = True,
+    ) -> None:
+        """It sent a wrong blob, or (``stitched``) the last part of one.
+
+        Args:
+            source: The source.
+            error: What was wrong.
+            asked_at: When the request began.
+            stitched: Other answers had a part in it.
+            fatal: The pull cannot do without the blob.
+        """
         self._errors[source] = error
         if stitched:
             self._selector.dropped(source)
@@ -89,7 +107,7 @@ class Verdicts:
             return
         self._selector.failed(source)
         # One flipped bit at the only source ends nothing: it is asked once more.
-        if asked_at > self._wrong_at.setdefault(source, self._clock()):
+        if fatal and asked_at > self._wrong_at.setdefault(source, self._clock()):
             self._hopeless.add(source)
         self.ban(source, error)
 

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shardcast.cli.changes_view import ratio
 from shardcast.cli.options import PubkeyOption, RunArgument, load_pubkeys
 from shardcast.cli.output import Output, table, unix_ms
 from shardcast.cli.units import count, duration, size
 
 if TYPE_CHECKING:
+    from shardcast.delta_inspection import InspectedDelta
     from shardcast.inspection import Inspected, InspectedVersion
 
 
@@ -30,32 +32,104 @@ def inspect(
             "--version",
             metavar="N",
             min=1,
-            help="List the files of this version. Default: the newest.",
+            help="List the files and deltas of this version. Default: the newest.",
             show_default=False,
         ),
     ] = None,
+    tensors: Annotated[
+        bool,
+        typer.Option(
+            "--tensors",
+            help="What its smallest delta changes, by tensor. Reads the delta and a copy of the base.",
+        ),
+    ] = False,
+    every: Annotated[
+        bool,
+        typer.Option("--all", help="List every tensor. Default: those that cost most."),
+    ] = False,
     pubkey: PubkeyOption = None,
 ) -> None:
-    """Show what a source has of a run: head, signatures, expiry, versions, files, shards.
+    """Show what a source has of a run: head, signatures, expiry, versions, files, shards, deltas.
 
     Nothing is kept. Without --pubkey the head is shown as unverified: a relay could have made it.
     """
     from shardcast.inspection import inspect_run
 
-    found = inspect_run(source, run, load_pubkeys(pubkey), unix_ms())
+    found = inspect_run(source, run, load_pubkeys(pubkey), unix_ms(), number=version)
     out.event("inspected", **_members(found))
     for line in _lines(found):
         out.result(line)
     chosen = found.head.version if version is None else version
     for one in found.versions:
         if one.ref.version == chosen:
-            for line in _files(one):
+            for line in (*_files(one), *_deltas(found, one.ref.bytes)):
                 out.result(line)
+            if tensors:
+                _show_tensors(out, found, one, every=every)
             return
     if version is not None:
         from shardcast.errors import NotFoundError
 
         raise NotFoundError(f"run {run!r} does not retain version {version}", source=source)
+
+
+def _show_tensors(out: Output, found: Inspected, one: InspectedVersion, *, every: bool) -> None:
+    from shardcast.cli.changes_view import show_changes
+    from shardcast.cli.progress import Counter, meters
+    from shardcast.delta_inspection import cheapest, inspect_tensors
+
+    here = {v.ref.manifest: v.version for v in found.versions if v.version is not None}
+    delta = cheapest(found.deltas, list(here))
+    base = here[delta.ref.base or ""]
+    assert one.version is not None
+    with meters(out) as shown:
+        counter = Counter(shown, f"inspect version {one.ref.version}")
+        changes = inspect_tensors(
+            found.url,
+            found.head.run,
+            one.version,
+            base,
+            delta,
+            begin=counter.begin,
+            progress=counter.add,
+        )
+        counter.finish()
+    out.result()
+    out.result(f"delta from version {base.number}")
+    show_changes(out, changes, every=every)
+
+
+def _deltas(found: Inspected, total: int) -> list[str]:
+    if not found.deltas:
+        return []
+    rows = [
+        (
+            "none" if delta.ref.base is None else delta.ref.base_version,
+            size(delta.ref.bytes),
+            ratio(total / delta.ref.bytes if delta.ref.bytes else None),
+            delta.problem or ", ".join(delta.codecs) or None,
+            delta.shards,
+            delta.blobs,
+            delta.frames,
+        )
+        for delta in found.deltas
+    ]
+    titles = ("delta from", "bytes", "ratio", "codec", "shards rebuilt", "blobs", "frames")
+    return ["", table(titles, rows)]
+
+
+def _delta_members(delta: InspectedDelta) -> dict[str, object]:
+    return {
+        "base": delta.ref.base,
+        "base_version": delta.ref.base_version,
+        "bytes": delta.ref.bytes,
+        "blob_bytes": delta.blob_bytes,
+        "codecs": list(delta.codecs),
+        "shards": delta.shards,
+        "blobs": delta.blobs,
+        "frames": delta.frames,
+        "problem": delta.problem,
+    }
 
 
 def _when(unix: int) -> str:
@@ -95,13 +169,17 @@ def _lines(found: Inspected) -> list[str]:
         what = "" if found.opened is None else f", {size(found.opened.total_bytes)}"
         lines.append(f"open       version {head.open.version}{what}, {len(head.open.parts)} parts")
     rows = [_row(one) for one in found.versions]
-    titles = ("version", "step", "bytes", "files", "shards", "shard size", "deltas", "manifest")
+    titles = (
+        "version", "step", "bytes", "files", "shards", "shard size", "deltas", "smallest", "ratio",
+        "manifest",
+    )  # fmt: skip
     return [*lines, "", table(titles, rows)] if rows else lines
 
 
 def _row(one: InspectedVersion) -> tuple[object, ...]:
     ref, version = one.ref, one.version
     layout = None if version is None else version.layout
+    least = min((d.bytes for d in ref.deltas if d.base is not None), default=None)
     return (
         ref.version,
         ref.step,
@@ -110,6 +188,8 @@ def _row(one: InspectedVersion) -> tuple[object, ...]:
         None if layout is None else layout.shard_count,
         None if layout is None else size(layout.shard_bytes),
         len(ref.deltas),
+        None if least is None else size(least),
+        None if least is None else ratio(ref.bytes / max(least, 1)),
         ref.manifest[:16],
     )
 
@@ -148,6 +228,7 @@ def _members(found: Inspected) -> dict[str, object]:
             for one in found.versions
             if one.version is not None
         },
+        "deltas": [_delta_members(delta) for delta in found.deltas],
         "problems": {
             str(one.ref.version): one.problem for one in found.versions if one.version is None
         },

@@ -26,6 +26,7 @@ COMMANDS: Final = {
     "follow": PULLING,
     "status": LOOKING,
     "inspect": LOOKING,
+    "diff": LOOKING,
     "verify": LOOKING,
     "gc": LOOKING,
 }

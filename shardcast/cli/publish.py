@@ -25,15 +25,18 @@ from shardcast.cli.options import (
 from shardcast.cli.output import Output, is_terminal, unix_ms
 from shardcast.cli.progress import Counter, Meters, meters
 from shardcast.cli.units import count, duration, rate, size
-from shardcast.cli.xdg import default_store, remote_memory
+from shardcast.cli.xdg import default_store, remote_cache, remote_memory
 from shardcast.errors import UsageError
 
 if TYPE_CHECKING:
+    from shardcast.deltas import Delta
     from shardcast.keys import Ed25519Signer
     from shardcast.publishing import Published, PublishOptions
     from shardcast.sources import Selection
+    from shardcast.store.run import RunStore
 
 WHAT: Final = "What"
+DELTAS: Final = "Deltas"
 DEFAULT_RUN: Final = "default"
 
 
@@ -96,12 +99,52 @@ def publish(
             rich_help_panel=WHAT,
         ),
     ] = None,
+    delta: Annotated[
+        bool,
+        typer.Option(
+            "--delta/--no-delta",
+            help="Announce what changed since the version before, where that lies here.",
+            rich_help_panel=DELTAS,
+        ),
+    ] = True,
+    delta_bases: Annotated[
+        str | None,
+        typer.Option(
+            "--delta-bases",
+            metavar="N,N...",
+            help="Also what changed since so many versions ago (2,4,8), for workers that are "
+            "behind; right after the announcement.",
+            show_default=False,
+            rich_help_panel=DELTAS,
+        ),
+    ] = None,
+    compress: Annotated[
+        bool,
+        typer.Option(
+            "--compress",
+            help="Also a compressed copy, for workers that hold nothing; right after the "
+            "announcement.",
+            rich_help_panel=DELTAS,
+        ),
+    ] = False,
+    cache: Annotated[
+        Path | None,
+        typer.Option(
+            "--cache",
+            metavar="DIR",
+            help="With --to: keep the last version here, to make the next delta from. Default: in "
+            "the XDG cache directory.",
+            show_default=False,
+            rich_help_panel=DELTAS,
+        ),
+    ] = None,
     store: StoreOption = None,
     link: Annotated[
         bool,
         typer.Option(
             "--link",
-            help="Hard-link the files instead of copying. For directories written once.",
+            help="Hard-link the files instead of copying, here or (with --to) in the cache. For "
+            "directories written once.",
             rich_help_panel=DISK,
         ),
     ] = False,
@@ -137,14 +180,16 @@ def publish(
 
     Without options: run `default`, store and key in the XDG directories, made where missing.
     """
+    from shardcast.protocol.documents import check_run
     from shardcast.publisher import publish_directory, require_apart
     from shardcast.publishing import PublishOptions
+    from shardcast.store.run import RunStore
     from shardcast.store.stored import Durability
 
     if to is not None and store is not None:
         raise UsageError("give either --store or --to, not both")
-    if to is not None and link:
-        raise UsageError("--link is for a local store: it cannot go with --to")
+    if cache is not None and to is None:
+        raise UsageError("--cache is for a remote origin: it goes with --to")
     options = PublishOptions(
         source=checkpoint,
         step=step,
@@ -155,6 +200,9 @@ def publish(
         metadata=parse_metadata(metadata or []),
         keep=keep,
         durability=Durability(durability.value),
+        delta=delta,
+        delta_bases=parse_distances(delta_bases or ""),
+        compress=compress,
     )
     _require_checkpoint(options)
     if to is None:
@@ -169,7 +217,10 @@ def publish(
             stored_run = Store(store or default_store()).run(run, create=True)
             published = publish_directory(options, stored_run, signers, unix_ms, watch)
         else:
-            published = _publish_remote(options, run, to, token, signers, watch)
+            known = check_run(run)
+            here = remote_cache(to, known) if cache is None else cache / known
+            require_apart(checkpoint, here)
+            published = _publish_remote(options, RunStore(here, run), to, token, signers, watch)
         watch.finish()
     _show(out, published, watch)
     where = "" if store is None else f" --store {shlex.quote(str(store))}"
@@ -191,6 +242,18 @@ def parse_metadata(items: list[str]) -> dict[str, str]:
             raise UsageError(f"--metadata {name!r} is given twice")
         found[name] = value
     return found
+
+
+def parse_distances(text: str) -> tuple[int, ...]:
+    """Return ``2,4,8`` as numbers.
+
+    Raises:
+        UsageError: If it is something else.
+    """
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not all(name.isdecimal() and name.isascii() and len(name) < 4 for name in names):
+        raise UsageError(f"--delta-bases {text!r} is not a list of numbers like 2,4,8")
+    return tuple(int(name) for name in names)
 
 
 def _require_checkpoint(options: PublishOptions) -> None:
@@ -233,23 +296,22 @@ def _signers(out: Output, key: Path | None, rotate_to: Path | None) -> tuple[Ed2
 
 def _publish_remote(
     options: PublishOptions,
-    run: str,
+    cache: RunStore,
     url: str,
     token: str,
     signers: tuple[Ed25519Signer, ...],
     watch: Watch,
 ) -> Published:
     from shardcast.origin_client import OriginClient
-    from shardcast.protocol.documents import check_run
     from shardcast.store.run import RunStore
     from shardcast.uploader import publish_remote
 
-    memory = RunStore(remote_memory(url, check_run(run)), run)
+    memory = RunStore(remote_memory(url, cache.run), cache.run)
 
     def client() -> OriginClient:
-        return OriginClient(url, run, token)
+        return OriginClient(url, cache.run, token)
 
-    return publish_remote(options, memory, client, signers, unix_ms, watch)
+    return publish_remote(options, memory, client, signers, unix_ms, watch, cache)
 
 
 class Watch:
@@ -284,6 +346,10 @@ class Watch:
         """Another publisher is at work."""
         self._out.notice(message)
 
+    def noticed(self, message: str) -> None:
+        """Something that people should know."""
+        self._out.notice(message)
+
     def finish(self) -> None:
         """It is over."""
         self.seconds = time.monotonic() - self._started
@@ -313,6 +379,17 @@ def _show(out: Output, published: Published, watch: Watch) -> None:
             {"reason": reason, "files": number, "bytes": left_bytes[reason]}
             for reason, number in left_out.items()
         ],
+        deltas=[
+            {
+                "base": delta.ref.base,
+                "base_version": delta.ref.base_version,
+                "bytes": delta.travels,
+                "bytes_needed": delta.ref.bytes,
+                "ratio": round(delta.ratio, 2),
+                "shards": {"rebuilt": delta.rebuilt, "same": delta.same, "plain": delta.plain},
+            }
+            for delta in published.deltas
+        ],
     )
     step = "" if ref.step is None else f" (step {ref.step})"
     files = count(len(published.selection.files), "file")
@@ -327,6 +404,8 @@ def _show(out: Output, published: Published, watch: Watch) -> None:
     out.result(
         f"  {done} and hashed in {duration(watch.seconds)} ({rate(ref.bytes, watch.seconds)})"
     )
+    for delta in published.deltas:
+        _show_delta(out, delta)
     for reason, number in sorted(left_out.items()):
         names = [one.path for one in published.selection.left_out if one.reason == reason]
         more = ", ..." if number > 3 else ""
@@ -334,6 +413,17 @@ def _show(out: Output, published: Published, watch: Watch) -> None:
             f"  left out  {count(number, 'file')}, {size(left_bytes[reason])}: {reason} "
             f"({', '.join(names[:3])}{more})"
         )
+
+
+def _show_delta(out: Output, delta: Delta) -> None:
+    of = "a copy" if delta.ref.base is None else f"from version {delta.ref.base_version}"
+    name = "copy" if delta.ref.base is None else "delta"
+    left = f", and {count(delta.plain, 'shard')} as they are" if delta.plain else ""
+    same = f", {delta.same} of them unchanged" if delta.same else ""
+    shards = count(delta.rebuilt + delta.same + delta.plain, "shard")
+    out.result(
+        f"  {name:<8}  {of}: {size(delta.ref.bytes)} for {shards}{same}{left} (1/{delta.ratio:.3g})"
+    )
 
 
 def _public_file(key: Path | None) -> str:

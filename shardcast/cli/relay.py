@@ -158,6 +158,14 @@ def relay(
             rich_help_panel=SOURCES,
         ),
     ] = PrefetchChoice.ALL,
+    materialize: Annotated[
+        bool,
+        typer.Option(
+            "--materialize",
+            help="Rebuild full versions from deltas and what is here, instead of fetching them.",
+            rich_help_panel=SOURCES,
+        ),
+    ] = False,
     pubkey: PubkeyOption = None,
     trust_on_first_use: FirstUseOption = False,
     keep: Annotated[
@@ -243,6 +251,7 @@ def relay(
             request_burst_per_client=max(1, round(_BURST_S * limit_requests_client)),
         ),
         prefetch=Prefetch(prefetch.value),
+        materialize=materialize,
     )
     asyncio.run(serve(config, ready=lambda url: out.emit("listening", url=url, pid=os.getpid())))
 

@@ -74,6 +74,9 @@ class WorkerView:
         }
         if event.bytes_hedged is not None:
             members["bytes_hedged"] = event.bytes_hedged
+        if event.bytes_delta is not None:
+            members["bytes_delta"] = event.bytes_delta
+            members["via"] = list(event.via)
         if event.error is not None:
             members |= {"code": event.error.code, "message": event.error.message}
         if event.error is not None or event.source is not None:
@@ -85,10 +88,7 @@ class WorkerView:
         if event.step is not None:
             name += f" (step {event.step})"
         if kind == "ready":
-            seconds = time.monotonic() - self._began.pop(event.version or 0, time.monotonic())
-            fetched = event.bytes_fetched or 0
-            how = f", {size(fetched)} fetched ({rate(fetched, seconds)})" if fetched else ""
-            self._out.result(f"ready      {name} after {duration(seconds)}{how}")
+            self._say_ready(name, event)
         elif kind == "committed":
             self._out.result(f"committed  {name}: {event.path}")
         elif kind == "held":
@@ -105,8 +105,18 @@ class WorkerView:
             self._out.notice(f"run {event.run}: a fresh head came")
         elif kind in ("source", "banned"):
             self._say_once(event.source, f"{event.source}: {event.error}")
-        elif kind == "error":
+        elif kind in ("error", "delta_failed"):
             self._out.warning(f"{event.error}")
+
+    def _say_ready(self, name: str, event: WorkerEvent) -> None:
+        seconds = time.monotonic() - self._began.pop(event.version or 0, time.monotonic())
+        fetched = event.bytes_fetched or 0
+        how = f", {size(fetched)} fetched ({rate(fetched, seconds)})" if fetched else ""
+        if event.bytes_delta:
+            how += f", {size(event.bytes_delta)} of it deltas"
+        if event.via:
+            how += f", by way of version {', '.join(map(str, event.via))}"
+        self._out.result(f"ready      {name} after {duration(seconds)}{how}")
 
     def _say_once(self, source: str | None, text: str) -> None:
         """A source that is down says the same a hundred times."""

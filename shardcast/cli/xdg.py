@@ -32,3 +32,10 @@ def remote_memory(url: str, run: str, environment: Mapping[str, str] | None = No
     chosen = os.environ if environment is None else environment
     name = hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:16]
     return _base(chosen, "XDG_STATE_HOME", ".local/state") / "shardcast" / "origins" / name / run
+
+
+def remote_cache(url: str, run: str, environment: Mapping[str, str] | None = None) -> Path:
+    """Return where a publisher keeps the last version that it published to a remote origin."""
+    chosen = os.environ if environment is None else environment
+    name = hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:16]
+    return _base(chosen, "XDG_CACHE_HOME", ".cache") / "shardcast" / "origins" / name / run

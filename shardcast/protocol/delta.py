@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Annotated, Final, Literal
 
 import msgspec
 
-from shardcast.errors import LimitError, MalformedError
+from shardcast.errors import LimitError, MalformedError, MixAndMatchError
 from shardcast.protocol.documents import Digest, Document, decode, encode
+from shardcast.protocol.head import DeltaRef, OpenDeltaRef
+from shardcast.protocol.layout import Layout
 from shardcast.protocol.limits import (
     MAX_DELTA_BLOB_BYTES,
     MAX_DOCUMENT_BYTES,
@@ -80,3 +84,39 @@ def decode_delta_part(data: bytes) -> DeltaPart:
         MalformedError: If it is not one.
     """
     return decode(data, DeltaPart, limit=MAX_DOCUMENT_BYTES, what="delta part")
+
+
+def assemble_deltas(
+    ref: DeltaRef | OpenDeltaRef, layout_digest: str, layout: Layout, parts: Sequence[DeltaPart]
+) -> tuple[DeltaPart, ...]:
+    """Put the delta parts of one delta together: in shard order, each shard rebuilt once at most.
+
+    Args:
+        ref: The head's entry for the delta.
+        layout_digest: Digest of the target's layout.
+        layout: The target's layout.
+        parts: Those of ``ref.parts`` that are here, already verified against their digests.
+
+    Raises:
+        MixAndMatchError: If a part is of another layout or base, names shards that the layout has
+            not or that another part names, or they weigh more than the head says.
+    """
+    name = f"a delta of version {layout.version} of run {layout.run!r}"
+    for part in parts:
+        if part.layout != layout_digest:
+            raise MixAndMatchError(f"{name}: a part belongs to layout {part.layout}")
+        if part.base != ref.base:
+            raise MixAndMatchError(f"{name}: a part has base {part.base}, not {ref.base}")
+        if part.shards.stop > layout.shard_count:
+            raise MixAndMatchError(
+                f"{name}: a part names shard {part.shards.stop - 1}; the version has "
+                f"{layout.shard_count}"
+            )
+    ordered = tuple(sorted(parts, key=lambda part: part.first_shard))
+    for first, second in pairwise(ordered):
+        if first.shards.stop > second.first_shard:
+            raise MixAndMatchError(f"{name}: two parts name shard {second.first_shard}")
+    weight = sum(blob.bytes for part in ordered for blob in part.blobs)
+    if isinstance(ref, DeltaRef) and weight > ref.bytes:
+        raise MixAndMatchError(f"{name}: its blobs weigh {weight} bytes, the head says {ref.bytes}")
+    return ordered

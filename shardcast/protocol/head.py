@@ -38,7 +38,8 @@ Parts = Annotated[list[Digest], msgspec.Meta(max_length=MAX_DOCUMENT_PARTS)]
 class DeltaRef(Document, frozen=True, kw_only=True):
     """A way to a version from ``base`` (a manifest digest; None: a compressed full copy).
 
-    ``bytes`` is what the delta blobs weigh in all.
+    ``bytes`` is what somebody fetches who holds all of the base: delta blobs, delta parts, and the
+    shards that no frame rebuilds and the base has not.
     """
 
     base: Digest | None

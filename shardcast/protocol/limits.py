@@ -42,6 +42,9 @@ MAX_DELTAS: Final = 16
 MAX_DOCUMENT_PARTS: Final = MAX_SHARDS // 64
 """Parts may be small while a version streams, but not absurdly so."""
 
+HEAD_DELTA_PARTS: Final = 8192
+"""A publisher lists at most so many delta parts in a head, of the newest versions: that is half of it."""
+
 MAX_WITHDRAWN: Final = 1024
 MAX_KEYS: Final = 8
 MAX_SIGNATURES: Final = 16

@@ -146,7 +146,7 @@ def plan_version(
         holdings: Other versions, best source first.
         deltas: Delta parts that lead to it, best first. One is used where the shards of its base
             that lie where its own shards do are held and verified, whether or not the rest of the
-            base ever came.
+            base ever came; of a blob, the frames of which that holds.
     """
     layout, digests = target.layout, target.digests
     done = frozenset(done)
@@ -232,16 +232,21 @@ def _choose_deltas(
     bases = {holding.version.number: _Coverage(holding) for holding in holdings}
     chosen: list[DeltaFetch] = []
     for delta in deltas:
-        for blob, shards in _blobs(delta.part, target.layout):
-            if delta.base is not None and not (
-                delta.base in bases and bases[delta.base].covers(target.layout, shards)
-            ):
-                continue
-            digests = {d for s in shards if (d := target.digests[s]) is not None and d in wanted}
+        base = None if delta.base is None else bases.get(delta.base)
+        if base is None and delta.base is not None:
+            continue
+        for blob, frames in _blobs(delta.part, target.layout):
+            usable = {
+                shard
+                for frame in frames
+                if base is None or base.covers(target.layout, frame)
+                for shard in frame
+            }
+            digests = {d for s in usable if (d := target.digests[s]) is not None and d in wanted}
             if blob.bytes >= sum(wanted[digest][0].length for digest in digests):
                 continue
             extents = [extent for digest in sorted(digests) for extent in wanted.pop(digest)]
-            inside = {e.shard: e for e in extents if e.shard in shards}
+            inside = {e.shard: e for e in extents if e.shard in usable}
             first = {target.digests[e.shard]: e for e in reversed(inside.values())}
             repeats += [
                 ShardCopy(e, target.number, first[target.digests[e.shard]])
@@ -249,19 +254,21 @@ def _choose_deltas(
                 if e.shard not in inside
             ]
             targets = tuple(inside[shard] for shard in sorted(inside))
-            chosen.append(DeltaFetch(delta.base, blob, shards.start, targets))
+            chosen.append(DeltaFetch(delta.base, blob, frames[0].start, targets))
     return chosen
 
 
-def _blobs(part: DeltaPart, layout: Layout) -> Iterator[tuple[DeltaBlob, range]]:
-    """Yield the blobs of a part with the shards they rebuild, as far as the layout has them."""
+def _blobs(part: DeltaPart, layout: Layout) -> Iterator[tuple[DeltaBlob, list[range]]]:
+    """Yield the blobs of a part with the shards of each frame, as far as the layout has them."""
     first = part.first_shard
     for blob in part.blobs:
-        shards = range(first, first + sum(count for count, _ in blob.frames))
-        if shards.stop > layout.shard_count:
+        frames: list[range] = []
+        for count, _ in blob.frames:
+            frames.append(range(first, first + count))
+            first += count
+        if first > layout.shard_count:
             return
-        yield blob, shards
-        first = shards.stop
+        yield blob, frames
 
 
 class _Coverage:
@@ -275,10 +282,12 @@ class _Coverage:
     def covers(self, layout: Layout, shards: range) -> bool:
         """Say whether the base has good bytes where these shards of ``layout`` lie.
 
-        A frame names its own base ranges, so this is a guess, right where tensors stay in place;
-        a wrong one costs a delta blob, never a wrong byte.
+        A frame names its own base ranges, so where the base has gaps this is a guess, right where
+        tensors stay in place; a wrong one costs a delta blob, never a wrong byte.
         """
-        return all(self._covers(layout.extent(shard)) for shard in shards)
+        return len(self._verified) == self._layout.shard_count or all(
+            self._covers(layout.extent(shard)) for shard in shards
+        )
 
     def _covers(self, extent: Extent) -> bool:
         file = self._files.get(extent.path)

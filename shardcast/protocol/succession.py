@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from shardcast.errors import NotFoundError, WithdrawnError
 from shardcast.protocol.envelope import encode_key
-from shardcast.protocol.head import Head, VersionRef, next_sequence
-from shardcast.protocol.limits import MAX_VERSIONS, MAX_WITHDRAWN, ONE_SHOT_EXPIRY_MS
+from shardcast.protocol.head import DeltaRef, Head, VersionRef, next_sequence
+from shardcast.protocol.limits import (
+    HEAD_DELTA_PARTS,
+    MAX_VERSIONS,
+    MAX_WITHDRAWN,
+    ONE_SHOT_EXPIRY_MS,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +79,39 @@ def with_version(previous: Head | None, issue: Issue, ref: VersionRef, *, keep: 
     return msgspec.structs.replace(
         head,
         version=ref.version,
-        versions=[ref, *older][: max(1, min(keep, MAX_VERSIONS))],
+        versions=_bounded([ref, *older][: max(1, min(keep, MAX_VERSIONS))]),
         open=still_open,
+    )
+
+
+def _bounded(versions: list[VersionRef]) -> list[VersionRef]:
+    """Return versions, newest first, without deltas beyond what a head has room for.
+
+    Whoever is so far behind that only such a delta would help fetches the version itself.
+    """
+    bounded: list[VersionRef] = []
+    room = HEAD_DELTA_PARTS
+    for ref in versions:
+        room -= sum(len(delta.parts) for delta in ref.deltas)
+        bounded.append(ref if room >= 0 else msgspec.structs.replace(ref, deltas=[]))
+    return bounded
+
+
+def with_deltas(previous: Head, issue: Issue, version: int, deltas: Sequence[DeltaRef]) -> Head:
+    """Return the head that announces further deltas of a version, one for each base at most.
+
+    Raises:
+        NotFoundError: If the head does not retain that version.
+    """
+    ref = previous.ref(version)
+    if ref is None:
+        raise NotFoundError(f"run {previous.run!r} does not retain version {version}")
+    bases = {delta.base for delta in deltas}
+    known = [delta for delta in ref.deltas if delta.base not in bases]
+    grown = msgspec.structs.replace(ref, deltas=[*known, *deltas])
+    return msgspec.structs.replace(
+        renewed(previous, issue),
+        versions=_bounded([grown if old is ref else old for old in previous.versions]),
     )
 
 

@@ -201,6 +201,10 @@ class StoredVersion:
             self.discard(shard, "its bytes on disk changed")
         return False
 
+    def recorded(self, shard: int) -> bytes | None:
+        """Return the xxh3-128 that a shard had when it was verified; None if it is not here."""
+        return self._journal.entries.get(shard) if self._states[shard] else None
+
     def written(self, shard: int) -> bool:
         """Say whether a shard's extent has any bytes: worth hashing where no record tells."""
         extent = self.version.layout.extent(shard)

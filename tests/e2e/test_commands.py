@@ -13,6 +13,7 @@ import pytest
 
 from loadtest.processes import free_port
 from loadtest.topology import shardcast
+from tests.models import make_model, real_steps, step, write_model
 from tests.tree import Tree, assert_same_files, small_checkpoint, tree
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
@@ -98,7 +99,7 @@ def test_publish_to_a_remote_origin_and_pull_from_it(tmp_path: Path) -> None:
         origin = made.origin("--publish-token-file", str(token), *made.trust)
         arguments: list[str | Path] = ["publish", ckpt, "--run", "policy", "--to", origin.url, "--json",
                      "--key", made.keys / "shardcast.key"]  # fmt: skip
-        state = {"XDG_STATE_HOME": str(tmp_path / "state")}
+        state = {f"XDG_{name}_HOME": str(tmp_path / name) for name in ("STATE", "CACHE")}
         ran = run(*arguments, "--token-file", token, **state)
         assert ran.returncode == 0, ran.stderr
         event = json.loads(ran.stdout.splitlines()[-1])
@@ -110,6 +111,34 @@ def test_publish_to_a_remote_origin_and_pull_from_it(tmp_path: Path) -> None:
         held = run("hold", "policy", "--to", origin.url, "--token-file", token,
                    "--key", made.keys / "shardcast.key", "--json", **state)  # fmt: skip
         assert json.loads(held.stdout)["hold"] is True
+
+
+def test_a_step_costs_the_uplink_and_the_worker_its_delta(tmp_path: Path) -> None:
+    """Real steps where they lie beside the repository, else a model with as many changes."""
+    steps = real_steps(tmp_path / "steps", 0, 2)
+    model = make_model(elements=1_000_000)
+    for number in range(0 if steps else 3):
+        steps.append(tmp_path / "made" / str(number))
+        write_model(steps[-1] / "model.safetensors", step(model, number) if number else model)
+    token = tmp_path / "token"
+    token.write_text("0123456789abcdef-token\n")
+    with tree(tmp_path / "tree") as made:
+        origin = made.origin("--publish-token-file", str(token), *made.trust)
+        relay = made.relay("relay", parents=[origin.url])
+        worker = made.follow("worker", sources=[relay.url])
+        home = {f"XDG_{name}_HOME": str(tmp_path / name) for name in ("STATE", "CACHE")}
+        for number, directory in enumerate(steps):
+            ran = run("publish", directory, "--run", "policy", "--to", origin.url, "--json",
+                      "--key", made.keys / "shardcast.key", "--token-file", token, **home)  # fmt: skip
+            assert ran.returncode == 0, ran.stderr
+            event = json.loads(ran.stdout.splitlines()[-1])
+            ready = worker.wait_ready(number + 1, timeout=TIMEOUT_S)
+            worker.wait_committed(number + 1, timeout=TIMEOUT_S)
+            assert_same_files(directory, worker.current)
+            if number:
+                assert len(event["deltas"]) == 1
+                assert event["bytes_uploaded"] < event["deltas"][0]["bytes"]
+                assert event["bytes"] / 100 > ready["bytes_fetched"] > event["deltas"][0]["bytes"]
 
 
 def test_follow_runs_its_hook_and_ends_cleanly_on_sigterm(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ import msgspec
 import pytest
 
 from relay.config import Prefetch
+from shardcast.errors import MalformedError, NetworkError
+from shardcast.events import EventKind
 from shardcast.protocol.delta import DeltaBlob, DeltaPart, encode_delta_part
 from shardcast.protocol.digest import digest_of
 from shardcast.protocol.head import DeltaRef
@@ -51,7 +53,7 @@ def proper(layout: str, base: str | None, **changes: object) -> bytes:
     part = DeltaPart(
         layout=layout,
         base=base,
-        codec="shardcast.egap/1",
+        codec="scf/1",
         first_shard=0,
         blobs=[DeltaBlob(digest=digest_of(FRAME), bytes=len(FRAME), frames=[(1, len(FRAME))])],
     )
@@ -89,7 +91,7 @@ def with_delta(run: FakeRun, delta: Delta) -> tuple[str, str]:
         base=None if delta.full else base.manifest,
         base_version=None if delta.full else 1,
         parts=[digest_of(part)],
-        bytes=len(FRAME),
+        bytes=len(FRAME) + len(part),
     )
     ref = msgspec.structs.replace(ref, deltas=[listed])
     run.amend(version=2, versions=[ref, base])
@@ -97,7 +99,7 @@ def with_delta(run: FakeRun, delta: Delta) -> tuple[str, str]:
 
 
 @pytest.mark.fault(25)
-@pytest.mark.parametrize("subject", ["worker", "relay"])
+@pytest.mark.parametrize("subject", ["worker", "relay", "materializing relay"])
 @pytest.mark.parametrize("name", DELTAS)
 async def test_a_delta_that_is_no_good_costs_nothing_but_the_delta(
     tmp_path: Path, subject: str, name: str, caplog: pytest.LogCaptureFixture
@@ -113,7 +115,7 @@ async def test_a_delta_that_is_no_good_costs_nothing_but_the_delta(
         verdict.watch(out, store / run.name)
         settings = config(
             store, upstream.url, key=None, pubkeys=run.keys, runs=(run.name, steady.name),
-            net=PATIENT, prefetch=Prefetch.ALL,
+            net=PATIENT, prefetch=Prefetch.ALL, materialize=subject == "materializing relay",
         )  # fmt: skip
         async with running(settings) as relay:
             url = upstream.url if subject == "worker" else relay
@@ -140,11 +142,15 @@ async def test_a_delta_that_is_no_good_costs_nothing_but_the_delta(
             verdict.named(told, upstream.url)
         else:
             verdict.waive("b", "each source sends what was signed; plain shards do without it")
+        (failed,) = follower.log.of(EventKind.DELTA_FAILED)
+        assert failed.version == 2
+        assert isinstance(failed.error, NetworkError if delta.spoiled else MalformedError)
         spoiled = [a for a in upstream.answers if a.scripted]
         verdict.fetched(
             sum(update.bytes_fetched for update in follower.updates),
             needed_bytes(run) - len(FRAME) - len(run.blobs[part]),
-            failures=0,
+            failures=1 + len(spoiled),
+            unit=len(FRAME) + len(run.blobs[part]),
         )
         assert len(spoiled) <= 100, "a delta that does not come is not asked for without a pause"
         verdict.recovered(out, 2)

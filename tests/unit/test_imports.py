@@ -106,6 +106,12 @@ def test_a_worker_needs_no_web_framework_and_no_terminal(loaded: dict[str, Loade
     assert not loaded["shardcast.worker"].of(unneeded)
 
 
+def test_only_a_relay_that_rebuilds_shards_loads_the_codec(loaded: dict[str, Loaded]) -> None:
+    codec = frozenset({"shardcast.codec", "zstandard"})
+    assert not loaded["relay.app"].of(codec)
+    assert loaded["relay.materialize"].of(codec)
+
+
 @pytest.mark.parametrize("package", [m for m in MODULES if (ROOT / m.replace(".", "/")).is_dir()])
 def test_a_package_init_holds_a_docstring_and_at_most_a_version(package: str) -> None:
     init = ROOT / package.replace(".", "/") / "__init__.py"

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from shardcast.cli.output import EVENT_MEMBERS
+from tests.models import make_model, step, write_model
 from tests.unit.cli.conftest import Cli
 
 # --- keygen -----------------------------------------------------------------------------------
@@ -107,6 +108,66 @@ def test_metadata_travels(cli: Cli, checkpoint: Path, tmp_path: Path) -> None:
     assert "metadata x = a=b" in shown.stdout
 
 
+def test_publish_says_what_a_holder_of_the_version_before_fetches(cli: Cli, tmp_path: Path) -> None:
+    model, path = make_model(), tmp_path / "m" / "model.safetensors"
+    write_model(path, model)
+    first = cli("publish", path.parent, "--json").event("published")
+    assert first["deltas"] == []
+    write_model(path, step(model, 1))
+    ran = cli("publish", path.parent, "--compress", "--json")
+    event = ran.event("published")
+    delta, copy = event["deltas"]
+    assert (delta["base_version"], delta["base"]) == (1, first["manifest"])
+    assert (copy["base_version"], copy["base"]) == (None, None)
+    assert delta["bytes"] == delta["bytes_needed"] < event["bytes"] / 100
+    assert delta["ratio"] == round(event["bytes"] / delta["bytes"], 2)
+    assert delta["shards"] == {"rebuilt": 10, "same": 0, "plain": 0}
+    write_model(path, step(model, 2))
+    ran = cli("publish", path.parent, "--delta-bases", "2")
+    assert "  delta     from version 2: " in ran.stdout
+    assert "  delta     from version 1: " in ran.stdout
+    assert "delta" not in cli("publish", path.parent, "--no-delta").stdout
+
+
+def test_deltas_are_exported_verified_and_collected(cli: Cli, tmp_path: Path) -> None:
+    model, path, store = make_model(), tmp_path / "m" / "model.safetensors", tmp_path / "s"
+    blobs = store / "default" / "blobs"
+
+    def frames(directory: Path) -> set[str]:
+        return {p.name for p in directory.iterdir() if p.read_bytes()[:4] == b"SCF1"}
+
+    for seed in range(3):
+        write_model(path, step(model, seed))
+        cli("publish", path.parent, "--store", store, "--keep", "2")
+    assert len(frames(blobs)) == 2
+    assert cli("export", "default", "--store", store, "--out", tmp_path / "out").code == 0
+    exported = tmp_path / "out" / "v1" / "default" / "blobs"
+    assert frames(exported) == frames(blobs)
+    assert {p.name for p in blobs.iterdir()} <= {p.name for p in exported.iterdir()}
+
+    write_model(path, step(model, 9))
+    cli("publish", path.parent, "--store", store, "--keep", "1")
+    assert len(frames(blobs)) == 1  # those of dropped versions are gone
+    damaged = blobs / frames(blobs).pop()
+    data = bytearray(damaged.read_bytes())
+    data[len(data) // 2] ^= 1
+    damaged.write_bytes(data)
+    ran = cli("verify", store)
+    assert ran.code == 11
+    assert damaged.name in ran.stdout + ran.stderr
+
+
+def test_people_are_told_why_there_is_no_delta(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "m" / "model.safetensors"
+    write_model(path, make_model())
+    cli("publish", path.parent, "--store", tmp_path / "s")
+    shutil.rmtree(tmp_path / "s" / "default" / "versions" / "000001")
+    write_model(path, step(make_model(), 1))
+    ran = cli("publish", path.parent, "--store", tmp_path / "s")
+    assert ran.code == 0
+    assert "without a delta from version 1: it is not here" in ran.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -114,7 +175,10 @@ def test_metadata_travels(cli: Cli, checkpoint: Path, tmp_path: Path) -> None:
         (["{ckpt}", "--metadata", "novalue"], "KEY=VALUE"),
         (["{ckpt}", "--metadata", "a=1", "--metadata", "a=2"], "given twice"),
         (["{ckpt}", "--store", "s", "--to", "http://127.0.0.1:1"], "not both"),
-        (["{ckpt}", "--link", "--to", "http://127.0.0.1:1"], "local store"),
+        (["{ckpt}", "--cache", "c"], "goes with --to"),
+        (["{ckpt}", "--delta-bases", "2,x"], "list of numbers"),
+        (["{ckpt}", "--delta-bases", "0"], "from 1 to 64"),
+        (["{ckpt}", "--delta-bases", "2", "--no-delta"], "--no-delta"),
         (["{ckpt}", "--to", "http://127.0.0.1:1"], "SHARDCAST_TOKEN"),
         (["{ckpt}", "--to", "http://127.0.0.1:1", "--token-file", "none"], "token file none"),
         (["{ckpt}", "--key", "none.key"], "none.key"),

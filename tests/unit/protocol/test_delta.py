@@ -5,10 +5,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from shardcast.errors import LimitError, MalformedError
-from shardcast.protocol.delta import DeltaBlob, DeltaPart, decode_delta_part, encode_delta_part
+from shardcast.errors import LimitError, MalformedError, MixAndMatchError
+from shardcast.protocol.delta import (
+    DeltaBlob,
+    DeltaPart,
+    assemble_deltas,
+    decode_delta_part,
+    encode_delta_part,
+)
+from shardcast.protocol.head import DeltaRef, OpenDeltaRef
 from shardcast.protocol.limits import MAX_DELTA_BLOB_BYTES, MAX_SHARDS
-from tests.unit.protocol.facts import A, B, C
+from tests.unit.protocol.facts import KIB_256, A, B, C, layout
 
 
 def delta(**members: Any) -> DeltaPart:
@@ -69,3 +76,50 @@ def test_frames_are_pairs(frame: object) -> None:
     document["blobs"][0]["frames"] = [frame]
     with pytest.raises(MalformedError, match="frames"):
         decode_delta_part(msgspec.json.encode(document))
+
+
+# --- the parts of one delta together ----------------------------------------------------------
+
+
+def part_of(first: int, *frames: tuple[int, int], base: str | None = B, of: str = A) -> DeltaPart:
+    size = sum(taken for _, taken in frames)
+    blobs = [DeltaBlob(digest=C, bytes=size, frames=list(frames))]
+    return DeltaPart(layout=of, base=base, codec="scf/1", first_shard=first, blobs=blobs)
+
+
+def ref_to(base: str | None = B, size: int = 9) -> DeltaRef:
+    number = None if base is None else 1
+    return DeltaRef(base=base, base_version=number, parts=[C], bytes=size)
+
+
+TARGET = layout([("f", 4 * KIB_256)], version=2)
+
+
+def test_parts_may_come_in_any_order_with_gaps() -> None:
+    first, second = part_of(0, (1, 4)), part_of(2, (2, 5))
+    assert assemble_deltas(ref_to(), A, TARGET, [second, first]) == (first, second)
+    assert assemble_deltas(ref_to(), A, TARGET, []) == ()
+
+
+def test_a_delta_of_an_open_version_has_no_size_yet() -> None:
+    ref = OpenDeltaRef(base=B, base_version=1, parts=[C])
+    assert assemble_deltas(ref, A, TARGET, [part_of(0, (1, 99))]) == (part_of(0, (1, 99)),)
+
+
+@pytest.mark.parametrize(
+    ("ref", "parts", "message"),
+    [
+        (ref_to(), [part_of(0, (1, 4), of=C)], "belongs to layout c"),
+        (ref_to(), [part_of(0, (1, 4), base=C)], "has base c"),
+        (ref_to(), [part_of(0, (1, 4), base=None)], "has base None"),
+        (ref_to(None), [part_of(0, (1, 4))], "not None"),
+        (ref_to(), [part_of(3, (2, 4))], "names shard 4; the version has 4"),
+        (ref_to(), [part_of(1, (2, 4)), part_of(0, (2, 4))], "two parts name shard 1"),
+        (ref_to(), [part_of(0, (1, 5)), part_of(1, (1, 5))], "weigh 10 bytes, the head says 9"),
+    ],
+)
+def test_parts_that_do_not_belong_together(
+    ref: DeltaRef, parts: list[DeltaPart], message: str
+) -> None:
+    with pytest.raises(MixAndMatchError, match=message):
+        assemble_deltas(ref, A, TARGET, parts)

@@ -136,17 +136,21 @@ def test_a_delta_replaces_the_shards_it_rebuilds() -> None:
 
 
 def test_verified_shards_of_an_unfinished_base_count() -> None:
+    """Frame by frame: one whose base is not here is no reason to do without the blob."""
     plan = plan_version(NEW, [], [Holding(BASE, [0, 2])], [delta(1, ONE, TWO)])
-    assert [fetch.blob for fetch in plan.deltas] == [TWO]
-    assert [fetch.digest for fetch in plan.fetches] == [A, B]
+    assert plan.deltas == (
+        DeltaFetch(1, ONE, 0, (TWO_FILES.extent(0),)),
+        DeltaFetch(1, TWO, 2, (TWO_FILES.extent(2),)),
+    )
+    assert [fetch.digest for fetch in plan.fetches] == [B]
 
 
 @pytest.mark.parametrize(
     ("base", "verified"),
     [
-        (version(1, layout([("other", 2 * S)], version=1), D, D), [0, 1]),  # no such file
+        (version(1, layout([("other", 2 * S)], version=1), D, D), [0]),  # no such file
         (version(7, layout([("a", 2 * S)], version=7), D, D), [0, 1]),  # another version
-        (version(1, layout([("a", S + 1)], version=1), D, D), [0]),  # overlaps what is not here
+        (version(1, layout([("a", 2 * S)], version=1), D, D), []),  # nothing of it
     ],
 )
 def test_a_delta_without_its_base_is_none(base: Version, verified: list[int]) -> None:
@@ -155,11 +159,19 @@ def test_a_delta_without_its_base_is_none(base: Version, verified: list[int]) ->
     assert [fetch.digest for fetch in plan.fetches] == [A, B, C]
 
 
+def test_frames_find_their_bytes_anywhere_in_a_whole_base() -> None:
+    elsewhere = version(1, layout([("other", 2 * S)], version=1), D, D)
+    plan = plan_version(NEW, [], [Holding(elsewhere, [0, 1])], [delta(1, ONE)])
+    assert [fetch.blob for fetch in plan.deltas] == [ONE]
+
+
 def test_a_base_may_be_cut_into_other_shards_and_be_shorter() -> None:
     finer = version(1, layout([("a", S + 5)], version=1, shard_bytes=S // 2), D, D, D)
     found = plan_version(NEW, [], [Holding(finer, [0, 1, 2])], [delta(1, ONE)])
     assert [fetch.blob for fetch in found.deltas] == [ONE]
-    assert not plan_version(NEW, [], [Holding(finer, [0, 2])], [delta(1, ONE)]).deltas
+    for verified, rebuilt in (([0, 2], [1]), ([0, 1], [0]), ([0], [])):
+        found = plan_version(NEW, [], [Holding(finer, verified)], [delta(1, ONE)])
+        assert [extent.shard for fetch in found.deltas for extent in fetch.targets] == rebuilt
 
 
 def test_a_compressed_copy_needs_no_base() -> None:

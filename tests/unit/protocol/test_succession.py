@@ -7,9 +7,11 @@ import pytest
 
 from shardcast.errors import ClockError, NotFoundError, WithdrawnError
 from shardcast.protocol import succession
-from shardcast.protocol.envelope import encode_key
-from shardcast.protocol.head import Head, OpenRef, VersionRef
+from shardcast.protocol.envelope import encode_key, seal
+from shardcast.protocol.head import DeltaRef, Head, OpenRef, VersionRef, encode_head
+from shardcast.protocol.limits import HEAD_DELTA_PARTS, MAX_HEAD_BYTES, MAX_VERSIONS
 from shardcast.protocol.succession import Issue
+from tests.unit.protocol.facts import OLD
 
 NOW = 1_800_000_000_000
 KEY = bytes.fromhex("d75a980182b10ab7d54bfed3c964073a0ee172f3daa62325af021a68f707511a")
@@ -77,6 +79,53 @@ def test_a_complete_version_closes_its_open_one_only() -> None:
 
 def _replace(head: Head, open_version: int) -> Head:
     return msgspec.structs.replace(head, open=opened(open_version))
+
+
+def test_further_deltas_join_those_of_other_bases() -> None:
+    def delta(base: int, size: int) -> DeltaRef:
+        return DeltaRef(base=f"{base:064x}", base_version=base, parts=[], bytes=size)
+
+    head = published(1, 2, 3)
+    one = succession.with_deltas(head, issue(NOW + 9), 3, [delta(2, 5)])
+    two = succession.with_deltas(one, issue(NOW + 10), 3, [delta(1, 8), delta(2, 6)])
+    assert (one.sequence, two.sequence, two.version) == (NOW + 9, NOW + 10, 3)
+    assert two.versions[0].deltas == [delta(1, 8), delta(2, 6)]
+    assert succession.with_deltas(one, issue(), 3, [delta(1, 8)]).versions[0].deltas == [
+        delta(2, 5),
+        delta(1, 8),
+    ]
+    assert two.versions[1:] == head.versions[1:]
+    encode_head(two)
+    with pytest.raises(NotFoundError, match="does not retain version 9"):
+        succession.with_deltas(head, issue(), 9, [])
+
+
+def test_deltas_of_old_versions_make_room_in_the_head() -> None:
+    """64 versions with 14 deltas of 64 parts each would be twice what a head may be."""
+    head: Head | None = None
+    for version in range(1, MAX_VERSIONS + 1):
+        parts = [f"{version:032x}{n:032x}" for n in range(64)]
+        deltas = [
+            DeltaRef(base=f"{base + 9000:064x}", base_version=base, parts=parts, bytes=1)
+            for base in range(1 - 14, version)
+            if version - 14 <= base and base > 0
+        ]
+        new = msgspec.structs.replace(ref(version + 100), deltas=[])
+        head = succession.with_version(head, issue(NOW + version), new, keep=MAX_VERSIONS)
+        head = succession.with_deltas(head, issue(NOW + version), version + 100, deltas)
+    assert head is not None
+    listed = [sum(len(delta.parts) for delta in one.deltas) for one in head.versions]
+    assert sum(listed) <= HEAD_DELTA_PARTS
+    assert listed[:9] == [14 * 64] * 9  # 8192 / 896
+    assert not any(listed[9:])
+    assert len(seal(encode_head(head), [OLD])) <= MAX_HEAD_BYTES
+
+
+def test_a_killed_publisher_s_open_version_is_cleared_by_the_next_one() -> None:
+    left = msgspec.structs.replace(published(1, 2), open=opened(3))
+    number = succession.next_version(left)
+    after = succession.with_version(left, issue(NOW + 50), ref(number), keep=10)
+    assert (number, after.open, after.version) == (4, None, 4)
 
 
 def test_withdrawing_moves_to_the_newest_that_is_left() -> None:

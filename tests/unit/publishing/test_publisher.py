@@ -9,11 +9,12 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from blake3 import blake3
 
-from shardcast import announcing, keys, publisher
+from shardcast import announcing, keys, staging
 from shardcast.errors import (
     BusyError,
     DiskFullError,
@@ -24,7 +25,7 @@ from shardcast.errors import (
     UsageError,
     WithdrawnError,
 )
-from shardcast.hashing import ShardHash, ShardJob, hash_shards
+from shardcast.hashing import ShardHash
 from shardcast.protocol import succession, trust
 from shardcast.protocol.envelope import Signer, encode_key, open_unverified
 from shardcast.protocol.head import Head, decode_head
@@ -147,16 +148,14 @@ def test_lineage_continues_until_a_new_one_is_named(
 
 
 def _change_while_hashing(monkeypatch: pytest.MonkeyPatch, change: Callable[[], None]) -> None:
-    real = hash_shards
+    real = staging.hash_files
 
-    def hash_then_change(
-        jobs: list[ShardJob], *, threads: int | None, progress: object
-    ) -> list[ShardHash]:
-        found = real(jobs, threads=threads)
+    def hash_then_change(*args: Any) -> list[ShardHash]:
+        found = real(*args)
         change()
         return found
 
-    monkeypatch.setattr(publisher, "hash_shards", hash_then_change)
+    monkeypatch.setattr(staging, "hash_files", hash_then_change)
 
 
 @pytest.mark.parametrize("link", [False, True])
@@ -234,7 +233,7 @@ def test_a_copy_does_not_care_what_happens_to_the_source_later(
 _KILL_SCRIPT = """
 import os, signal, sys
 from pathlib import Path
-from shardcast import keys, publisher, publishing
+from shardcast import keys, publisher, publishing, staging
 from shardcast.store.run import RunStore
 from shardcast.store.store import Store
 
@@ -244,7 +243,7 @@ def die(*args, **kwargs):
     os.kill(os.getpid(), signal.SIGKILL)
 
 owner, name = {
-    "hash": (publisher, "hash_shards"),
+    "hash": (staging, "hash_files"),
     "documents": (RunStore, "write_blob"),
     "commit": (RunStore, "commit"),
     "head": (RunStore, "write_head"),

@@ -1,0 +1,264 @@
+"""Rebuilding shards from a delta blob and a base on this disk. Everything blocks.
+
+Every shard is hashed against its signed digest before a byte of it is written, so neither a wrong
+delta nor a damaged base can spoil a version: their shards are left for a fill. In memory are one
+frame, what it decodes to, and the ranges of the base that it names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import xxhash
+from blake3 import blake3
+
+from shardcast.base_files import BaseFiles
+from shardcast.codec.decode import decode_frame
+from shardcast.codec.frame import MAX_FRAME_BYTES
+from shardcast.deltas import CODEC
+from shardcast.errors import DiskError, IntegrityError, LimitError, MalformedError, ShardcastError
+from shardcast.protocol.delta import DeltaBlob
+from shardcast.protocol.layout import Layout
+from shardcast.protocol.limits import MIB
+from shardcast.store.files import disk_errors, read_into, write_all
+from shardcast.store.stored import ShardState, StoredVersion
+
+log = logging.getLogger("relay.rebuild")
+
+CODECS: Final = frozenset({CODEC})
+"""The frame formats that can be decoded, as delta parts name them."""
+
+_OVERHEAD_BYTES: Final = 2 * MIB
+"""What the header of a frame may add to its bytes: 65,536 segments."""
+
+
+@dataclass(frozen=True, slots=True)
+class FrameAt:
+    """A frame: where it lies in its blob, and which shards it rebuilds."""
+
+    offset: int
+    length: int
+    shards: range
+
+
+def frames_of(blob: DeltaBlob, first_shard: int) -> Iterator[FrameAt]:
+    """Yield the frames of a blob whose first frame begins with ``first_shard``."""
+    offset, shard = 0, first_shard
+    for count, length in blob.frames:
+        yield FrameAt(offset, length, range(shard, shard + count))
+        offset += length
+        shard += count
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A frame that did not rebuild its shards.
+
+    Attributes:
+        shards: Those that were wanted.
+        reason: Why, for people.
+        read: Shards of the base that it was decoded from.
+    """
+
+    shards: tuple[int, ...]
+    reason: str
+    read: frozenset[int]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a blob gave."""
+
+    shards: int = 0
+    bytes: int = 0
+    failures: list[Failure] = field(default_factory=list)
+
+
+class VerifiedBase:
+    """The bytes of a base as frames read them, of shards only that are good on disk now.
+
+    Attributes:
+        read: The shards that were read since it was emptied.
+    """
+
+    def __init__(self, stored: StoredVersion | None) -> None:
+        self.read: set[int] = set()
+        self._stored = stored
+        self._files = BaseFiles(stored, memoryview(b""))
+        self._good: set[int] = set()
+
+    def range(self, file: int, offset: int, length: int) -> memoryview:
+        """Return bytes of file number ``file``.
+
+        Raises:
+            MalformedError: If the base has no such bytes.
+            IntegrityError: If they are not good.
+            DiskError: If they cannot be read.
+        """
+        if self._stored is None:
+            raise MalformedError(f"a frame without a base names file {file}")
+        layout = self._stored.version.layout
+        if not 0 <= file < len(layout.files) or offset + length > layout.files[file].bytes:
+            raise MalformedError(f"version {layout.version} has no byte {offset} of file {file}")
+        if not length:
+            return memoryview(b"")
+        first, size = layout.file_shards(file).start, layout.shard_bytes
+        for shard in range(first + offset // size, first + (offset + length - 1) // size + 1):
+            self.read.add(shard)
+            if shard not in self._good and not self._stored.confirm(shard):
+                raise IntegrityError(f"shard {shard} of base {layout.version} is not good on disk")
+            self._good.add(shard)
+        return self._files.range(file, offset, length)
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._files.close()
+
+
+class _Files:
+    """The files of a version that shards are written to, open for a while."""
+
+    def __init__(self, stored: StoredVersion) -> None:
+        self._stored = stored
+        self._open: dict[int, int] = {}
+
+    def fd(self, file: int) -> int:
+        if file not in self._open:
+            self.close()  # shards come in order: one file at a time
+            self._open[file] = self._stored.open_file(file, writable=True)
+        return self._open[file]
+
+    def close(self) -> None:
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+
+def rebuild(
+    fd: int,
+    frames: Sequence[FrameAt],
+    wanted: frozenset[int],
+    target: StoredVersion,
+    base: StoredVersion | None,
+) -> Outcome:
+    """Rebuild shards of a version from a verified delta blob; record those that came out right.
+
+    Both versions are leased, and the wanted shards claimed, by the caller.
+
+    Args:
+        fd: The blob, open.
+        frames: Its frames.
+        wanted: The shards to write; their digests are known.
+        target: Where to.
+        base: What the frames start from; None: nothing.
+
+    Raises:
+        DiskError: If the target or the blob cannot be read or written.
+    """
+    outcome = Outcome()
+    reader, files = VerifiedBase(base), _Files(target)
+    with contextlib.closing(reader), contextlib.closing(files):
+        for frame in frames:
+            shards = tuple(shard for shard in frame.shards if shard in wanted)
+            if not shards:
+                continue
+            reader.read.clear()
+            try:
+                data = _decode(fd, frame, target.version.layout, reader)
+            except (MalformedError, IntegrityError, _BaseError) as error:
+                outcome.failures.append(Failure(shards, str(error), frozenset(reader.read)))
+                continue
+            wrong = _keep(data, frame, shards, target, files, outcome)
+            if wrong:
+                reason = "its frame decodes to other bytes than were signed"
+                outcome.failures.append(Failure(wrong, reason, frozenset(reader.read)))
+    return outcome
+
+
+class _BaseError(ShardcastError):
+    """The base cannot be read now: that says nothing about the target's disk."""
+
+
+class _BaseReader:
+    """Tells errors of the base's files from others."""
+
+    def __init__(self, base: VerifiedBase) -> None:
+        self._base = base
+
+    def range(self, file: int, offset: int, length: int) -> memoryview:
+        try:
+            return self._base.range(file, offset, length)
+        except DiskError as error:
+            raise _BaseError(f"the base cannot be read: {error}") from error
+
+
+def _decode(fd: int, frame: FrameAt, layout: Layout, base: VerifiedBase) -> bytearray:
+    """Return the bytes of a frame's shards.
+
+    Raises:
+        MalformedError: If it is no frame of them.
+    """
+    total = sum(layout.extent(shard).length for shard in frame.shards)
+    if total > MAX_FRAME_BYTES or frame.length > total + _OVERHEAD_BYTES:
+        raise LimitError(f"a frame of {frame.length} bytes for {total}")
+    data = memoryview(bytearray(frame.length))
+    with disk_errors("delta blob", "reading"):
+        got = read_into(fd, data, frame.offset)
+    if got != frame.length:
+        raise MalformedError("a delta blob ends early")
+    try:
+        return decode_frame(data, total, _BaseReader(base))
+    except ShardcastError:
+        raise
+    except Exception as error:  # a bug of the codec must not end the rebuilding of all else
+        log.exception("decoding a frame broke")
+        raise MalformedError(f"decoding broke: {error!r}") from error
+
+
+def _keep(
+    data: bytearray,
+    frame: FrameAt,
+    wanted: tuple[int, ...],
+    target: StoredVersion,
+    files: _Files,
+    outcome: Outcome,
+) -> tuple[int, ...]:
+    """Verify the wanted shards of a decoded frame, write and record them; return the wrong ones."""
+    version, view, at = target.version, memoryview(data), 0
+    wrong: list[int] = []
+    for shard in frame.shards:
+        extent = version.layout.extent(shard)
+        body = view[at : at + extent.length]
+        at += extent.length
+        if shard not in wanted or target.state(shard) is not ShardState.MISSING:
+            continue
+        if blake3(body).hexdigest() != version.digests[shard]:
+            wrong.append(shard)
+            continue
+        target.require_room(shard)
+        with disk_errors(target.directory / extent.path, "writing"):
+            write_all(files.fd(extent.file), body, extent.offset)
+        target.record(shard, xxhash.xxh3_128_digest(body))
+        outcome.shards += 1
+        outcome.bytes += extent.length
+    return tuple(wrong)
+
+
+def look_again(base: StoredVersion, shards: Sequence[int]) -> list[int]:
+    """Hash shards of a base again, after a frame that read them was wrong; return the bad ones.
+
+    Nobody writes to them meanwhile: the caller has claimed them.
+    """
+    bad = []
+    for shard in shards:
+        try:
+            if not base.look_again(shard):
+                bad.append(shard)
+        except ShardcastError as error:
+            log.warning("version %d, shard %d: %s", base.version.number, shard, error)
+            bad.append(shard)
+    return bad

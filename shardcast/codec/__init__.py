@@ -1,0 +1,1 @@
+"""Lossless frames: what changed between two versions, in few bytes. Bytes in, bytes out."""

@@ -1,0 +1,1 @@
+"""Tests of the codec: frames bit for bit, what they cost, and what they refuse."""
