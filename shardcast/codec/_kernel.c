@@ -140,18 +140,17 @@ typedef struct {
     uint32_t counts[MOST_SYMBOLS];
     uint16_t starts[MOST_SYMBOLS + 1];
     uint8_t lookup[1 << LOOKUP_BITS];
-    uint32_t total;
-    int symbols;
+    int symbols; /* 0: not begun */
     int left;  /* until the next rebuild */
     int pause; /* between rebuilds; doubles */
 } Table;
 
-static __attribute__((noinline)) void rebuild(Table *t)
+static __attribute__((noinline)) void rebuild(Table *t, uint32_t total)
 {
     uint32_t spread = SCALE - (uint32_t)t->symbols, given = 0, most = 0;
     int largest = 0;
     uint32_t widths[MOST_SYMBOLS];
-    uint64_t share = ((uint64_t)spread << 32) / t->total;
+    uint64_t share = ((uint64_t)spread << 32) / total;
     for (int i = 0; i < t->symbols; i++) {
         widths[i] = 1 + (uint32_t)((t->counts[i] * share) >> 32);
         given += widths[i];
@@ -172,27 +171,31 @@ static __attribute__((noinline)) void rebuild(Table *t)
     t->starts[t->symbols] = SCALE;
 }
 
+static uint32_t total_of(const Table *t)
+{
+    uint32_t total = 0;
+    for (int i = 0; i < t->symbols; i++)
+        total += t->counts[i];
+    return total;
+}
+
 static void begin_table(Table *t, int symbols)
 {
     t->symbols = symbols;
-    t->total = 0;
-    for (int i = 0; i < symbols; i++)
-        t->total += t->counts[i];
     t->pause = FIRST_REBUILD;
     t->left = t->pause;
-    rebuild(t);
+    rebuild(t, total_of(t));
 }
 
 static __attribute__((noinline)) void relearn(Table *t)
 {
-    if (t->total > COUNT_LIMIT) {
-        t->total = 0;
-        for (int i = 0; i < t->symbols; i++) {
+    uint32_t total = total_of(t);
+    if (total > COUNT_LIMIT) {
+        for (int i = 0; i < t->symbols; i++)
             t->counts[i] = (t->counts[i] >> 1) | 1;
-            t->total += t->counts[i];
-        }
+        total = total_of(t);
     }
-    rebuild(t);
+    rebuild(t, total);
     if (t->pause < LAST_REBUILD)
         t->pause *= 2;
     t->left = t->pause;
@@ -201,7 +204,6 @@ static __attribute__((noinline)) void relearn(Table *t)
 static inline void learn(Table *t, int symbol)
 {
     t->counts[symbol] += COUNT_STEP;
-    t->total += COUNT_STEP;
     if (--t->left == 0)
         relearn(t);
 }
@@ -213,6 +215,7 @@ static inline void learn(Table *t, int symbol)
  */
 
 #define STATE_LOW ((uint32_t)1 << 16)
+enum { SIGN_RATE = 6, ONE_RATE = 5 };
 
 typedef struct {
     uint32_t *ops; /* start | (width - 1) << 16, in the order of decoding */
@@ -240,6 +243,19 @@ static void put_symbol(Writer *w, Table *t, int symbol)
 {
     put(w, t->starts[symbol], (uint32_t)t->starts[symbol + 1] - t->starts[symbol]);
     learn(t, symbol);
+}
+
+/* Never 0 and never SCALE: what is left of either side is at least 2^rate - 1. */
+static inline uint16_t follow_bit(uint32_t zeros, int bit, int rate)
+{
+    return (uint16_t)(bit ? zeros - (zeros >> rate) : zeros + ((SCALE - zeros) >> rate));
+}
+
+static void put_bit(Writer *w, uint16_t *middle, int bit, int rate)
+{
+    uint32_t zeros = *middle;
+    put(w, bit ? zeros : 0, bit ? SCALE - zeros : zeros);
+    *middle = follow_bit(zeros, bit, rate);
 }
 
 static void put_bits(Writer *w, uint64_t value, int bits)
@@ -301,15 +317,15 @@ get_symbol(Reader *r, int stream, Table *t)
     return symbol;
 }
 
-/* A symbol of a table of two, each about as likely. */
+/* A bit; `middle` is the share of zeros, and follows them. */
 static inline __attribute__((always_inline)) int
-get_coin(Reader *r, int stream, Table *t)
+get_bit(Reader *r, int stream, uint16_t *middle, int rate)
 {
-    uint32_t slot = slot_of(r, stream), middle = t->starts[1];
-    int symbol = slot >= middle;
-    advance(r, stream, symbol ? middle : 0, symbol ? SCALE - middle : middle);
-    learn(t, symbol);
-    return symbol;
+    uint32_t zeros = *middle;
+    int bit = slot_of(r, stream) >= zeros;
+    advance(r, stream, bit ? zeros : 0, bit ? SCALE - zeros : zeros);
+    *middle = follow_bit(zeros, bit, rate);
+    return bit;
 }
 
 static inline __attribute__((always_inline)) uint64_t
@@ -334,7 +350,7 @@ enum {
     CONTEXTS = 48, /* expected gaps: two to the octave */
     SMALL_VALUES = 8,
     SIGN_CONTEXTS = 16,
-    VALUE_SYMBOLS = SMALL_VALUES + 65,
+    VALUE_SYMBOLS = SMALL_VALUES + 60, /* sizes 2 to 8, then by the highest bit, 3 to 63 */
     ONE = 1 << 16,
     LEAN_RATE = ONE / 6,
     OWN_RATE = ONE / 50,
@@ -345,10 +361,8 @@ enum {
 typedef struct {
     Table gaps[CONTEXTS];
     Table values[VALUE_EXPONENTS];
-    Table signs[SIGN_CONTEXTS];
-    uint8_t begun_values[VALUE_EXPONENTS];
-    uint8_t begun_signs[SIGN_CONTEXTS];
-    uint8_t begun_gaps[CONTEXTS];
+    uint16_t signs[SIGN_CONTEXTS]; /* shares of ups, by the lean */
+    uint16_t ones[VALUE_EXPONENTS]; /* shares of steps by one, by the exponent */
     int64_t mean[CLASSES]; /* log2 of the gap, 16 fractional bits */
     uint32_t seen[CLASSES];
     int64_t near, far;     /* the same for gaps among all elements, quick and slow */
@@ -450,36 +464,26 @@ static inline Table *gap_table(Model *m, int class)
     int64_t expected = m->mean[class] - floor_shift(m->far - m->near, 1);
     int64_t context = floor_shift(expected + ONE / 4, 15);
     int k = context < 0 ? 0 : context >= CONTEXTS ? CONTEXTS - 1 : (int)context;
-    if (!m->begun_gaps[k]) {
+    if (m->gaps[k].symbols == 0)
         begin_gaps(&m->gaps[k], k, m->gap_symbols);
-        m->begun_gaps[k] = 1;
-    }
     return &m->gaps[k];
 }
 
 static inline Table *value_table(Model *m, int exponent)
 {
     Table *t = &m->values[exponent];
-    if (!m->begun_values[exponent]) {
+    if (t->symbols == 0) {
         for (int i = 0; i < VALUE_SYMBOLS; i++)
-            t->counts[i] = i < 1 ? 4 * COUNT_STEP : i < SMALL_VALUES ? 8 : 1;
+            t->counts[i] = i < SMALL_VALUES ? 8 : 1;
         begin_table(t, VALUE_SYMBOLS);
-        m->begun_values[exponent] = 1;
     }
     return t;
 }
 
-static inline Table *sign_table(Model *m)
+static inline uint16_t *sign_of(Model *m)
 {
     int k = (int)(m->lean * SIGN_CONTEXTS >> 16);
-    k = k >= SIGN_CONTEXTS ? SIGN_CONTEXTS - 1 : k;
-    Table *t = &m->signs[k];
-    if (!m->begun_signs[k]) {
-        t->counts[0] = t->counts[1] = 8 * COUNT_STEP;
-        begin_table(t, 2);
-        m->begun_signs[k] = 1;
-    }
-    return t;
+    return &m->signs[k >= SIGN_CONTEXTS ? SIGN_CONTEXTS - 1 : k];
 }
 
 static void begin_model(Model *m, uint64_t elements, int first)
@@ -490,6 +494,10 @@ static void begin_model(Model *m, uint64_t elements, int first)
     for (int k = 0; k < CLASSES; k++)
         m->mean[k] = (int64_t)first * (ONE / 4) + (int64_t)k * ONE;
     m->lean = ONE / 2;
+    for (int k = 0; k < SIGN_CONTEXTS; k++)
+        m->signs[k] = SCALE / 2;
+    for (int k = 0; k < VALUE_EXPONENTS; k++)
+        m->ones[k] = SCALE - SCALE / 8;
     m->near = m->far = (int64_t)(first + 24) * (ONE / 4);
 }
 
@@ -513,14 +521,10 @@ static inline void learn_lean(Model *m, int negative)
 
 static inline int value_symbol(uint64_t size, int *bits, uint64_t *rest)
 {
-    if (size <= SMALL_VALUES) {
-        *bits = 0;
-        return (int)(size - 1);
-    }
     int top = 63 - __builtin_clzll(size);
-    *bits = top;
-    *rest = size & (((uint64_t)1 << top) - 1);
-    return SMALL_VALUES + top;
+    *bits = size <= SMALL_VALUES ? 0 : top;
+    *rest = size & (((uint64_t)1 << *bits) - 1);
+    return size <= SMALL_VALUES ? (int)size - 2 : SMALL_VALUES - 4 + top;
 }
 
 enum { PORTABLE, WITH_AVX2, WITH_AVX512 };
@@ -709,6 +713,22 @@ changed_avx2(const uint8_t *base, const uint8_t *next, int width)
 #if HAVE_AVX512_PATH
 #define AVX512 __attribute__((target("avx2,bmi,bmi2,popcnt,avx512f,avx512bw,avx512dq,avx512vl,avx512vpopcntdq")))
 
+/* Masks as numbers, by the instruction itself: GCC 12 was seen to store a mask of 16 bits to the stack and
+ * to load 32 (-O1 with sanitizers), whose upper half was what lay there. */
+AVX512 static inline __attribute__((always_inline)) uint32_t number_of_16(__mmask16 mask)
+{
+    uint32_t number;
+    __asm__("kmovw %1, %0" : "=r"(number) : "k"(mask));
+    return number;
+}
+
+AVX512 static inline __attribute__((always_inline)) uint32_t number_of_32(__mmask32 mask)
+{
+    uint32_t number;
+    __asm__("kmovd %1, %0" : "=r"(number) : "k"(mask));
+    return number;
+}
+
 /* Eight blocks at a time: of each element the four bits of its class, and how many of each class there
  * are in each block. */
 enum { BLOCKS = 8, STRETCH = BLOCKS * BLOCK };
@@ -806,9 +826,9 @@ changed_avx512(const uint8_t *base, const uint8_t *next, int width)
         if (width == 1)
             changed = _mm512_cmpneq_epi8_mask(b, n);
         else if (width == 2)
-            changed |= (uint64_t)_mm512_cmpneq_epi16_mask(b, n) << (32 * k);
+            changed |= (uint64_t)number_of_32(_mm512_cmpneq_epi16_mask(b, n)) << (32 * k);
         else
-            changed |= (uint64_t)_mm512_cmpneq_epi32_mask(b, n) << (16 * k);
+            changed |= (uint64_t)number_of_16(_mm512_cmpneq_epi32_mask(b, n)) << (16 * k);
     }
     return changed;
 }
@@ -964,11 +984,12 @@ static void put_value(Writer *w, Model *m, const Event *event)
 {
     int bits, negative = event->difference < 0;
     uint64_t rest = 0, d = (uint64_t)event->difference, size = negative ? (uint64_t)0 - d : d;
-    int symbol = value_symbol(size, &bits, &rest);
-    put_symbol(w, value_table(m, event->exponent), symbol);
-    if (bits)
+    put_bit(w, &m->ones[event->exponent], size > 1, ONE_RATE);
+    if (size > 1) {
+        put_symbol(w, value_table(m, event->exponent), value_symbol(size, &bits, &rest));
         put_bits(w, rest, bits);
-    put_symbol(w, sign_table(m), negative);
+    }
+    put_bit(w, sign_of(m), negative, SIGN_RATE);
     learn_lean(m, negative);
 }
 
@@ -1076,20 +1097,23 @@ get_gap(Applier *a, int class)
     return gap < NEVER ? (uint32_t)gap : NEVER;
 }
 
+/* More than one, which is rare. */
+static __attribute__((noinline)) uint64_t get_size(Applier *a, int exponent)
+{
+    int symbol = get_symbol(a->reader, VALUES, value_table(a->model, exponent));
+    if (symbol <= SMALL_VALUES - 2)
+        return (uint64_t)symbol + 2;
+    int top = symbol - (SMALL_VALUES - 4);
+    return (uint64_t)1 << top | get_bits(a->reader, VALUES, top);
+}
+
 static inline __attribute__((always_inline)) int64_t
 get_value(Applier *a, int exponent)
 {
-    int symbol = get_symbol(a->reader, VALUES, value_table(a->model, exponent));
-    uint64_t size = (uint64_t)symbol + 1;
-    if (symbol >= SMALL_VALUES) {
-        int top = symbol - SMALL_VALUES;
-        if (top > 63) {
-            a->wrong = 1;
-            top = 63;
-        }
-        size = (uint64_t)1 << top | get_bits(a->reader, VALUES, top);
-    }
-    int negative = get_coin(a->reader, VALUES, sign_table(a->model));
+    uint64_t size = 1;
+    if (get_bit(a->reader, VALUES, &a->model->ones[exponent], ONE_RATE))
+        size = get_size(a, exponent);
+    int negative = get_bit(a->reader, VALUES, sign_of(a->model), SIGN_RATE);
     learn_lean(a->model, negative);
     uint64_t all = (uint64_t)0 - (uint64_t)negative;
     return (int64_t)((size ^ all) - all);
@@ -1201,7 +1225,7 @@ apply_avx512(Applier *a, const uint8_t *base, uint8_t *out, size_t count, uint64
             for (int k = 0; k < type.width; k++)
                 _mm512_storeu_si512(o + 64 * k, _mm512_loadu_si512(b + 64 * k));
             __m512i sizes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)s.sizes[j]));
-            uint32_t due = _mm512_cmpgt_epi32_mask(sizes, ahead);
+            uint32_t due = number_of_16(_mm512_cmpgt_epi32_mask(sizes, ahead));
             if (due)
                 _mm512_storeu_si512(a->ahead, ahead);
             while (due) {

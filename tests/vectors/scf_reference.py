@@ -205,6 +205,14 @@ class Stream:
             start += width
         raise AssertionError
 
+    def bit(self, shares: list[int], context: int, rate: int) -> int:
+        """A bit, by the share of zeros among 2^14, which follows."""
+        zeros = shares[context]
+        bit = int(self.state & 0x3FFF >= zeros)
+        self.advance(zeros if bit else 0, (1 << 14) - zeros if bit else zeros)
+        shares[context] += -(zeros >> rate) if bit else ((1 << 14) - zeros) >> rate
+        return bit
+
     def bits(self, count: int) -> int:
         value = done = 0
         while done < count:
@@ -293,7 +301,7 @@ def apply_changes(kind: int, payload: bytes, elements: Sequence[int]) -> list[in
     symbols = bucket(len(elements))[0] + 2
     gap_tables: dict[int, Table] = {}
     value_tables: dict[int, Table] = {}
-    sign_tables: dict[int, Table] = {}
+    ones, signs = [14336] * 32, [8192] * 16
     mean = [first * ONE // 4 + k * ONE for k in range(12)]
     seen = [0] * 12
     near = far = (first + 24) * ONE // 4
@@ -331,16 +339,15 @@ def apply_changes(kind: int, payload: bytes, elements: Sequence[int]) -> list[in
         far += (away - far) * (ONE // 512) >> 16
         last = position + 1
         context = min(max(exponent - lowest + 8, 0), 31)
-        if context not in value_tables:
-            value_tables[context] = Table([128] + [8] * 7 + [1] * 65)
-        symbol = values.symbol(value_tables[context])
-        size = symbol + 1
-        if symbol >= 8:
-            size = 1 << symbol - 8 | values.bits(symbol - 8)
-        context = min(lean * 16 >> 16, 15)
-        if context not in sign_tables:
-            sign_tables[context] = Table([256, 256])
-        down = values.symbol(sign_tables[context])
+        size = 1
+        if values.bit(ones, context, 5):
+            if context not in value_tables:
+                value_tables[context] = Table([8] * 8 + [1] * 60)
+            symbol = values.symbol(value_tables[context])
+            size = symbol + 2
+            if symbol > 6:
+                size = 1 << symbol - 4 | values.bits(symbol - 4)
+        down = values.bit(signs, min(lean * 16 >> 16, 15), 6)
         lean += (down * ONE - lean) * (ONE // 6) >> 16
         result[position] = from_order(to_order(old, kind) + (-size if down else size), kind)
         gap[k] = ahead[k] = next_gap(k)
