@@ -353,9 +353,7 @@ enum {
     VALUE_SYMBOLS = SMALL_VALUES + 60, /* sizes 2 to 8, then by the highest bit, 3 to 63 */
     ONE = 1 << 16,
     LEAN_RATE = ONE / 6,
-    OWN_RATE = ONE / 50,
-    NEAR_RATE = ONE / 20,
-    FAR_RATE = ONE / 512
+    OWN_RATE = ONE / 50
 };
 
 typedef struct {
@@ -365,8 +363,6 @@ typedef struct {
     uint16_t ones[VALUE_EXPONENTS]; /* shares of steps by one, by the exponent */
     int64_t mean[CLASSES]; /* log2 of the gap, 16 fractional bits */
     uint32_t seen[CLASSES];
-    int64_t near, far;     /* the same for gaps among all elements, quick and slow */
-    uint64_t last;         /* element after the last change */
     int64_t lean;          /* of the signs of late: 0 for all up, ONE for all down */
     int gap_symbols;       /* the last one: no further change */
 } Model;
@@ -461,8 +457,7 @@ static __attribute__((noinline)) void begin_gaps(Table *t, int context, int symb
 
 static inline Table *gap_table(Model *m, int class)
 {
-    int64_t expected = m->mean[class] - floor_shift(m->far - m->near, 1);
-    int64_t context = floor_shift(expected + ONE / 4, 15);
+    int64_t context = floor_shift(m->mean[class] + ONE / 4, 15);
     int k = context < 0 ? 0 : context >= CONTEXTS ? CONTEXTS - 1 : (int)context;
     if (m->gaps[k].symbols == 0)
         begin_gaps(&m->gaps[k], k, m->gap_symbols);
@@ -498,20 +493,15 @@ static void begin_model(Model *m, uint64_t elements, int first)
         m->signs[k] = SCALE / 2;
     for (int k = 0; k < VALUE_EXPONENTS; k++)
         m->ones[k] = SCALE - SCALE / 8;
-    m->near = m->far = (int64_t)(first + 24) * (ONE / 4);
 }
 
 /* A change was seen: learn from its gap, before its value and the next gap are coded. */
-static inline void saw(Model *m, int class, uint64_t gap, uint64_t position)
+static inline void saw(Model *m, int class, uint64_t gap)
 {
     int64_t own = log2_half(gap) - m->mean[class];
     uint32_t n = m->seen[class] < 64 ? ++m->seen[class] : 64;
     int64_t rate = n < 50 ? ONE / (int64_t)(n + 1) : OWN_RATE;
     m->mean[class] += floor_shift(own * rate, 16);
-    int64_t all = log2_half(position - m->last);
-    m->near += floor_shift((all - m->near) * NEAR_RATE, 16);
-    m->far += floor_shift((all - m->far) * FAR_RATE, 16);
-    m->last = position + 1;
 }
 
 static inline void learn_lean(Model *m, int negative)
@@ -535,7 +525,7 @@ static int path = PORTABLE; /* the best one there is, but for tests */
 
 typedef struct {
     int64_t difference; /* never 0 */
-    uint32_t position, gap;
+    uint32_t gap;
     uint32_t following; /* the next event of its class */
     uint8_t class, exponent;
 } Event;
@@ -576,12 +566,10 @@ static int64_t difference_of(uint64_t base, uint64_t next, Type type)
     return (int64_t)(d & sign ? d | ~all : d);
 }
 
-static int find_one(Finder *f, uint64_t base, uint64_t next, uint64_t position, uint32_t gap,
-                    Type type, int lowest)
+static int find_one(Finder *f, uint64_t base, uint64_t next, uint32_t gap, Type type, int lowest)
 {
     Event e;
     int exponent = exponent_of(base, type);
-    e.position = (uint32_t)position;
     e.difference = difference_of(base, next, type);
     if (e.difference == 0) /* someone is writing to what we read; the digests will tell */
         e.difference = 1;
@@ -593,14 +581,14 @@ static int find_one(Finder *f, uint64_t base, uint64_t next, uint64_t position, 
 }
 
 static inline void find_portable(Finder *f, const uint8_t *base, const uint8_t *next, size_t count,
-                                 uint64_t position, Type type, int lowest)
+                                 Type type, int lowest)
 {
     for (size_t i = 0; i < count; i++) {
         uint64_t b = load(base + i * type.width, type.width);
         uint64_t n = load(next + i * type.width, type.width);
         int class = class_of(exponent_of(b, type), lowest);
         if (b != n) {
-            if (!find_one(f, b, n, position + i, f->since[class], type, lowest))
+            if (!find_one(f, b, n, f->since[class], type, lowest))
                 return;
             f->since[class] = 0;
         } else
@@ -835,8 +823,7 @@ changed_avx512(const uint8_t *base, const uint8_t *next, int width)
 
 /* Find what changed in whole stretches; return how many elements these are. */
 AVX512 static inline __attribute__((always_inline)) size_t
-find_avx512(Finder *f, const uint8_t *base, const uint8_t *next, size_t count, uint64_t position,
-            Type type, int lowest)
+find_avx512(Finder *f, const uint8_t *base, const uint8_t *next, size_t count, Type type, int lowest)
 {
     size_t i = 0;
     Stretch s;
@@ -857,7 +844,7 @@ find_avx512(Finder *f, const uint8_t *base, const uint8_t *next, size_t count, u
                 int class = class_of(exponent_of(old, type), lowest);
                 uint64_t earlier = members_of(&s, j, class) & (((uint64_t)1 << bit) - 1);
                 uint32_t before = (uint32_t)count_bits(earlier);
-                if (!find_one(f, old, new, position + at + (uint64_t)bit, f->since[class] + before, type, lowest))
+                if (!find_one(f, old, new, f->since[class] + before, type, lowest))
                     return count;
                 f->since[class] = 0u - before - 1;
                 since = _mm512_mask_set1_epi32(since, (__mmask16)(1u << class), (int)f->since[class]);
@@ -870,19 +857,19 @@ find_avx512(Finder *f, const uint8_t *base, const uint8_t *next, size_t count, u
     return i;
 }
 
-AVX512 static size_t find_segment_avx512(Finder *f, const Segment *s, uint64_t position, Type type, int lowest)
+AVX512 static size_t find_segment_avx512(Finder *f, const Segment *s, Type type, int lowest)
 {
     switch (type.width) { /* a constant width makes a tight loop */
-    case 1: type.width = 1; return find_avx512(f, s->base, s->next, s->count, position, type, lowest);
-    case 2: type.width = 2; return find_avx512(f, s->base, s->next, s->count, position, type, lowest);
-    default: type.width = 4; return find_avx512(f, s->base, s->next, s->count, position, type, lowest);
+    case 1: type.width = 1; return find_avx512(f, s->base, s->next, s->count, type, lowest);
+    case 2: type.width = 2; return find_avx512(f, s->base, s->next, s->count, type, lowest);
+    default: type.width = 4; return find_avx512(f, s->base, s->next, s->count, type, lowest);
     }
 }
 #endif
 
 /* The changes of a block. Leaves `since` counted from the block's start. */
 AVX2 static int find_block_avx2(Finder *f, const uint8_t *b, const uint8_t *n, uint64_t changed,
-                                const uint64_t *of, uint64_t position, Type type, int lowest)
+                                const uint64_t *of, Type type, int lowest)
 {
     while (changed) {
         int bit = __builtin_ctzll(changed);
@@ -891,7 +878,7 @@ AVX2 static int find_block_avx2(Finder *f, const uint8_t *b, const uint8_t *n, u
         uint64_t new = load(n + bit * type.width, type.width);
         int class = class_of(exponent_of(old, type), lowest);
         uint32_t before = (uint32_t)count_bits(of[class] & (((uint64_t)1 << bit) - 1));
-        if (!find_one(f, old, new, position + (uint64_t)bit, f->since[class] + before, type, lowest))
+        if (!find_one(f, old, new, f->since[class] + before, type, lowest))
             return 0;
         f->since[class] = 0u - before - 1;
     }
@@ -899,8 +886,7 @@ AVX2 static int find_block_avx2(Finder *f, const uint8_t *b, const uint8_t *n, u
 }
 
 AVX2 static inline __attribute__((always_inline)) void
-find_avx2(Finder *f, const uint8_t *base, const uint8_t *next, size_t count, uint64_t position,
-          Type type, int lowest)
+find_avx2(Finder *f, const uint8_t *base, const uint8_t *next, size_t count, Type type, int lowest)
 {
     size_t i = 0;
     __m256i low = load_avx2((const uint8_t *)f->since);
@@ -913,7 +899,7 @@ find_avx2(Finder *f, const uint8_t *base, const uint8_t *next, size_t count, uin
         if (changed) {
             _mm256_storeu_si256((__m256i *)f->since, low);
             _mm256_storeu_si256((__m256i *)(f->since + 8), high);
-            if (!find_block_avx2(f, b, n, changed, of, position + i, type, lowest))
+            if (!find_block_avx2(f, b, n, changed, of, type, lowest))
                 return;
             low = load_avx2((const uint8_t *)f->since);
             high = load_avx2((const uint8_t *)(f->since + 8));
@@ -924,24 +910,22 @@ find_avx2(Finder *f, const uint8_t *base, const uint8_t *next, size_t count, uin
     _mm256_storeu_si256((__m256i *)f->since, low);
     _mm256_storeu_si256((__m256i *)(f->since + 8), high);
     if (i < count)
-        find_portable(f, base + i * (size_t)type.width, next + i * (size_t)type.width, count - i,
-                      position + i, type, lowest);
+        find_portable(f, base + i * (size_t)type.width, next + i * (size_t)type.width, count - i, type, lowest);
 }
 
-AVX2 static void find_segment_avx2(Finder *f, const Segment *s, uint64_t position, Type type, int lowest)
+AVX2 static void find_segment_avx2(Finder *f, const Segment *s, Type type, int lowest)
 {
     size_t done = 0;
 #if HAVE_AVX512_PATH
     if (path >= WITH_AVX512)
-        done = find_segment_avx512(f, s, position, type, lowest);
+        done = find_segment_avx512(f, s, type, lowest);
 #endif
     const uint8_t *b = s->base + done * (size_t)type.width, *n = s->next + done * (size_t)type.width;
     size_t left = s->count - done;
-    position += done;
     switch (type.width) {
-    case 1: type.width = 1; find_avx2(f, b, n, left, position, type, lowest); break;
-    case 2: type.width = 2; find_avx2(f, b, n, left, position, type, lowest); break;
-    default: type.width = 4; find_avx2(f, b, n, left, position, type, lowest);
+    case 1: type.width = 1; find_avx2(f, b, n, left, type, lowest); break;
+    case 2: type.width = 2; find_avx2(f, b, n, left, type, lowest); break;
+    default: type.width = 4; find_avx2(f, b, n, left, type, lowest);
     }
 }
 #endif
@@ -949,20 +933,18 @@ AVX2 static void find_segment_avx2(Finder *f, const Segment *s, uint64_t positio
 
 static void find(Finder *f, const Segment *s, size_t segments, Type type, int lowest)
 {
-    uint64_t position = 0;
     for (size_t i = 0; i < segments && !f->full; i++) {
 #if HAVE_AVX2_PATH
         if (path >= WITH_AVX2 && type.width <= 4)
-            find_segment_avx2(f, &s[i], position, type, lowest);
+            find_segment_avx2(f, &s[i], type, lowest);
         else
 #endif
         switch (type.width) { /* a constant width makes a tight loop */
-        case 1: type.width = 1; find_portable(f, s[i].base, s[i].next, s[i].count, position, type, lowest); break;
-        case 2: type.width = 2; find_portable(f, s[i].base, s[i].next, s[i].count, position, type, lowest); break;
-        case 4: type.width = 4; find_portable(f, s[i].base, s[i].next, s[i].count, position, type, lowest); break;
-        default: type.width = 8; find_portable(f, s[i].base, s[i].next, s[i].count, position, type, lowest);
+        case 1: type.width = 1; find_portable(f, s[i].base, s[i].next, s[i].count, type, lowest); break;
+        case 2: type.width = 2; find_portable(f, s[i].base, s[i].next, s[i].count, type, lowest); break;
+        case 4: type.width = 4; find_portable(f, s[i].base, s[i].next, s[i].count, type, lowest); break;
+        default: type.width = 8; find_portable(f, s[i].base, s[i].next, s[i].count, type, lowest);
         }
-        position += s[i].count;
     }
 }
 
@@ -1008,7 +990,7 @@ static int write_events(Writer *gaps, Writer *values, Model *m, Finder *f)
         put_gap(gaps, m, k, first[k] < f->count ? &f->events[first[k]] : NULL);
     for (size_t i = 0; i < f->count && !gaps->failed && !values->failed; i++) {
         const Event *e = &f->events[i];
-        saw(m, e->class, e->gap, e->position);
+        saw(m, e->class, e->gap);
         put_value(values, m, e);
         put_gap(gaps, m, e->class, e->following < f->count ? &f->events[e->following] : NULL);
     }
@@ -1122,23 +1104,23 @@ get_value(Applier *a, int exponent)
 /* The element at `at`, of `class`, changes. Leaves in `gap` how many elements of the class come before
  * the next change. */
 static inline __attribute__((always_inline)) void
-apply_one(Applier *a, uint8_t *at, uint64_t old, int class, uint64_t position, Type type)
+apply_one(Applier *a, uint8_t *at, uint64_t old, int class, Type type)
 {
-    saw(a->model, class, a->gap[class], position);
+    saw(a->model, class, a->gap[class]);
     int64_t d = get_value(a, value_exponent(exponent_of(old, type), a->lowest));
     store(at, type.width, from_order(to_order(old, type) + (uint64_t)d, type));
     a->gap[class] = get_gap(a, class);
 }
 
 static inline void apply_portable(Applier *a, const uint8_t *base, uint8_t *out, size_t count,
-                                  uint64_t position, Type type)
+                                  Type type)
 {
     memcpy(out, base, count * (size_t)type.width);
     for (size_t i = 0; i < count; i++) {
         uint64_t old = load(base + i * type.width, type.width);
         int class = class_of(exponent_of(old, type), a->lowest);
         if (a->ahead[class]-- == 0) {
-            apply_one(a, out + i * type.width, old, class, position + i, type);
+            apply_one(a, out + i * type.width, old, class, type);
             a->ahead[class] = a->gap[class];
         }
     }
@@ -1153,7 +1135,7 @@ AVX2 static inline uint32_t nth_bit(uint64_t bits, uint32_t n)
 /* A block in which changes are due: of those classes whose next one comes before its end. Leaves
  * `ahead` counted from the block's start. */
 AVX2 static void apply_block_avx2(Applier *a, const uint8_t *b, uint8_t *o, const uint64_t *of,
-                                  uint32_t due, uint64_t position, Type type)
+                                  uint32_t due, Type type)
 {
     while (due) {
         int class = 0;
@@ -1167,7 +1149,7 @@ AVX2 static void apply_block_avx2(Applier *a, const uint8_t *b, uint8_t *o, cons
             }
         }
         uint64_t old = load(b + bit * (size_t)type.width, type.width);
-        apply_one(a, o + bit * (size_t)type.width, old, class, position + bit, type);
+        apply_one(a, o + bit * (size_t)type.width, old, class, type);
         a->ahead[class] += 1 + a->gap[class];
         if (a->ahead[class] >= count_bits(of[class]))
             due &= ~((uint32_t)1 << class);
@@ -1175,7 +1157,7 @@ AVX2 static void apply_block_avx2(Applier *a, const uint8_t *b, uint8_t *o, cons
 }
 
 AVX2 static inline __attribute__((always_inline)) void
-apply_avx2(Applier *a, const uint8_t *base, uint8_t *out, size_t count, uint64_t position, Type type)
+apply_avx2(Applier *a, const uint8_t *base, uint8_t *out, size_t count, Type type)
 {
     size_t i = 0;
     __m256i low = load_avx2((const uint8_t *)a->ahead);
@@ -1194,7 +1176,7 @@ apply_avx2(Applier *a, const uint8_t *base, uint8_t *out, size_t count, uint64_t
         if (due) {
             _mm256_storeu_si256((__m256i *)a->ahead, low);
             _mm256_storeu_si256((__m256i *)(a->ahead + 8), high);
-            apply_block_avx2(a, b, o, of, due, position + i, type);
+            apply_block_avx2(a, b, o, of, due, type);
             low = load_avx2((const uint8_t *)a->ahead);
             high = load_avx2((const uint8_t *)(a->ahead + 8));
         }
@@ -1204,14 +1186,13 @@ apply_avx2(Applier *a, const uint8_t *base, uint8_t *out, size_t count, uint64_t
     _mm256_storeu_si256((__m256i *)a->ahead, low);
     _mm256_storeu_si256((__m256i *)(a->ahead + 8), high);
     if (i < count)
-        apply_portable(a, base + i * (size_t)type.width, out + i * (size_t)type.width, count - i,
-                       position + i, type);
+        apply_portable(a, base + i * (size_t)type.width, out + i * (size_t)type.width, count - i, type);
 }
 
 #if HAVE_AVX512_PATH
 /* Apply what changes in whole stretches; return how many elements these are. */
 AVX512 static inline __attribute__((always_inline)) size_t
-apply_avx512(Applier *a, const uint8_t *base, uint8_t *out, size_t count, uint64_t position, Type type)
+apply_avx512(Applier *a, const uint8_t *base, uint8_t *out, size_t count, Type type)
 {
     size_t i = 0;
     Stretch s;
@@ -1240,7 +1221,7 @@ apply_avx512(Applier *a, const uint8_t *base, uint8_t *out, size_t count, uint64
                     }
                 }
                 uint64_t old = load(b + bit * (size_t)type.width, type.width);
-                apply_one(a, o + bit * (size_t)type.width, old, class, position + at + bit, type);
+                apply_one(a, o + bit * (size_t)type.width, old, class, type);
                 a->ahead[class] += 1 + a->gap[class];
                 ahead = _mm512_mask_set1_epi32(ahead, (__mmask16)(1u << class), (int)a->ahead[class]);
                 if (a->ahead[class] >= s.sizes[j][class])
@@ -1253,52 +1234,49 @@ apply_avx512(Applier *a, const uint8_t *base, uint8_t *out, size_t count, uint64
     return i;
 }
 
-AVX512 static size_t apply_segment_avx512(Applier *a, const Segment *s, uint64_t position, Type type)
+AVX512 static size_t apply_segment_avx512(Applier *a, const Segment *s, Type type)
 {
     switch (type.width) {
-    case 1: type.width = 1; return apply_avx512(a, s->base, s->out, s->count, position, type);
-    case 2: type.width = 2; return apply_avx512(a, s->base, s->out, s->count, position, type);
-    default: type.width = 4; return apply_avx512(a, s->base, s->out, s->count, position, type);
+    case 1: type.width = 1; return apply_avx512(a, s->base, s->out, s->count, type);
+    case 2: type.width = 2; return apply_avx512(a, s->base, s->out, s->count, type);
+    default: type.width = 4; return apply_avx512(a, s->base, s->out, s->count, type);
     }
 }
 #endif
 
-AVX2 static void apply_segment_avx2(Applier *a, const Segment *s, uint64_t position, Type type)
+AVX2 static void apply_segment_avx2(Applier *a, const Segment *s, Type type)
 {
     size_t done = 0;
 #if HAVE_AVX512_PATH
     if (path >= WITH_AVX512)
-        done = apply_segment_avx512(a, s, position, type);
+        done = apply_segment_avx512(a, s, type);
 #endif
     const uint8_t *b = s->base + done * (size_t)type.width;
     uint8_t *o = s->out + done * (size_t)type.width;
     size_t left = s->count - done;
-    position += done;
     switch (type.width) {
-    case 1: type.width = 1; apply_avx2(a, b, o, left, position, type); break;
-    case 2: type.width = 2; apply_avx2(a, b, o, left, position, type); break;
-    default: type.width = 4; apply_avx2(a, b, o, left, position, type);
+    case 1: type.width = 1; apply_avx2(a, b, o, left, type); break;
+    case 2: type.width = 2; apply_avx2(a, b, o, left, type); break;
+    default: type.width = 4; apply_avx2(a, b, o, left, type);
     }
 }
 #endif
 
 static void apply(Applier *a, const Segment *s, size_t segments)
 {
-    uint64_t position = 0;
     Type type = a->type;
     for (size_t i = 0; i < segments; i++) {
 #if HAVE_AVX2_PATH
         if (path >= WITH_AVX2 && type.width <= 4)
-            apply_segment_avx2(a, &s[i], position, type);
+            apply_segment_avx2(a, &s[i], type);
         else
 #endif
         switch (type.width) { /* a constant width makes a tight loop */
-        case 1: type.width = 1; apply_portable(a, s[i].base, s[i].out, s[i].count, position, type); break;
-        case 2: type.width = 2; apply_portable(a, s[i].base, s[i].out, s[i].count, position, type); break;
-        case 4: type.width = 4; apply_portable(a, s[i].base, s[i].out, s[i].count, position, type); break;
-        default: type.width = 8; apply_portable(a, s[i].base, s[i].out, s[i].count, position, type);
+        case 1: type.width = 1; apply_portable(a, s[i].base, s[i].out, s[i].count, type); break;
+        case 2: type.width = 2; apply_portable(a, s[i].base, s[i].out, s[i].count, type); break;
+        case 4: type.width = 4; apply_portable(a, s[i].base, s[i].out, s[i].count, type); break;
+        default: type.width = 8; apply_portable(a, s[i].base, s[i].out, s[i].count, type);
         }
-        position += s[i].count;
     }
 }
 

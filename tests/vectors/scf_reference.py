@@ -304,12 +304,10 @@ def apply_changes(kind: int, payload: bytes, elements: Sequence[int]) -> list[in
     ones, signs = [14336] * 32, [8192] * 16
     mean = [first * ONE // 4 + k * ONE for k in range(12)]
     seen = [0] * 12
-    near = far = (first + 24) * ONE // 4
-    lean, last = ONE // 2, 0
+    lean = ONE // 2
 
     def next_gap(k: int) -> int | None:
-        expected = mean[k] - (far - near >> 1)
-        context = min(max(expected + ONE // 4 >> 15, 0), 47)
+        context = min(max(mean[k] + ONE // 4 >> 15, 0), 47)
         if context not in gap_tables:
             gap_tables[context] = first_gaps(context, symbols)
         symbol = gaps.symbol(gap_tables[context])
@@ -334,10 +332,6 @@ def apply_changes(kind: int, payload: bytes, elements: Sequence[int]) -> list[in
         seen[k] = min(seen[k] + 1, 64)
         rate = ONE // (seen[k] + 1) if seen[k] < 50 else ONE // 50
         mean[k] += (log2_half(gap[k] or 0) - mean[k]) * rate >> 16
-        away = log2_half(position - last)
-        near += (away - near) * (ONE // 20) >> 16
-        far += (away - far) * (ONE // 512) >> 16
-        last = position + 1
         context = min(max(exponent - lowest + 8, 0), 31)
         size = 1
         if values.bit(ones, context, 5):
