@@ -17,7 +17,7 @@ from shardcast.heads import HeadKeeper
 from shardcast.hooks import UpdateHook
 from shardcast.protocol.head import VersionRef
 from shardcast.scans import Scans
-from shardcast.store.files import atomic_write
+from shardcast.store.files import atomic_write, is_there
 from shardcast.store.recycling import worthwhile
 from shardcast.store.retention import Held, Keep, choose_evictions, collect
 from shardcast.store.run import RunStore
@@ -108,7 +108,7 @@ class Activator:
         withdrawn = accepted.head.withdrawn if accepted is not None else []
         stale = [n for n in store.staged() if n not in busy and (n < current or n in withdrawn)]
         gone = [*stale, *over]
-        served = (store.root / "state" / "serve").exists()
+        served = is_there(store.root / "state" / "serve", lambda mode: True)
         spare = self._options.keep if self._recycling and not served else None
         if not self._documents.acquire(blocking=False):
             for n in gone:  # documents of another version are just coming: none is removed now
