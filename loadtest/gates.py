@@ -16,6 +16,7 @@ from typing import Any
 from loadtest.processes import ProcessError, Processes, scratch, terminate_as_exit
 
 SCENARIOS = (
+    "codec",
     "cut_through",
     "announce",
     "publish",

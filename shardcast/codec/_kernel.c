@@ -140,18 +140,17 @@ typedef struct {
     uint32_t counts[MOST_SYMBOLS];
     uint16_t starts[MOST_SYMBOLS + 1];
     uint8_t lookup[1 << LOOKUP_BITS];
-    uint32_t total;
-    int symbols;
+    int symbols; /* 0: not begun */
     int left;  /* until the next rebuild */
     int pause; /* between rebuilds; doubles */
 } Table;
 
-static __attribute__((noinline)) void rebuild(Table *t)
+static __attribute__((noinline)) void rebuild(Table *t, uint32_t total)
 {
     uint32_t spread = SCALE - (uint32_t)t->symbols, given = 0, most = 0;
     int largest = 0;
     uint32_t widths[MOST_SYMBOLS];
-    uint64_t share = ((uint64_t)spread << 32) / t->total;
+    uint64_t share = ((uint64_t)spread << 32) / total;
     for (int i = 0; i < t->symbols; i++) {
         widths[i] = 1 + (uint32_t)((t->counts[i] * share) >> 32);
         given += widths[i];
@@ -172,27 +171,31 @@ static __attribute__((noinline)) void rebuild(Table *t)
     t->starts[t->symbols] = SCALE;
 }
 
+static uint32_t total_of(const Table *t)
+{
+    uint32_t total = 0;
+    for (int i = 0; i < t->symbols; i++)
+        total += t->counts[i];
+    return total;
+}
+
 static void begin_table(Table *t, int symbols)
 {
     t->symbols = symbols;
-    t->total = 0;
-    for (int i = 0; i < symbols; i++)
-        t->total += t->counts[i];
     t->pause = FIRST_REBUILD;
     t->left = t->pause;
-    rebuild(t);
+    rebuild(t, total_of(t));
 }
 
 static __attribute__((noinline)) void relearn(Table *t)
 {
-    if (t->total > COUNT_LIMIT) {
-        t->total = 0;
-        for (int i = 0; i < t->symbols; i++) {
+    uint32_t total = total_of(t);
+    if (total > COUNT_LIMIT) {
+        for (int i = 0; i < t->symbols; i++)
             t->counts[i] = (t->counts[i] >> 1) | 1;
-            t->total += t->counts[i];
-        }
+        total = total_of(t);
     }
-    rebuild(t);
+    rebuild(t, total);
     if (t->pause < LAST_REBUILD)
         t->pause *= 2;
     t->left = t->pause;
@@ -201,7 +204,6 @@ static __attribute__((noinline)) void relearn(Table *t)
 static inline void learn(Table *t, int symbol)
 {
     t->counts[symbol] += COUNT_STEP;
-    t->total += COUNT_STEP;
     if (--t->left == 0)
         relearn(t);
 }
@@ -213,6 +215,7 @@ static inline void learn(Table *t, int symbol)
  */
 
 #define STATE_LOW ((uint32_t)1 << 16)
+enum { SIGN_RATE = 6, ONE_RATE = 5 };
 
 typedef struct {
     uint32_t *ops; /* start | (width - 1) << 16, in the order of decoding */
@@ -240,6 +243,19 @@ static void put_symbol(Writer *w, Table *t, int symbol)
 {
     put(w, t->starts[symbol], (uint32_t)t->starts[symbol + 1] - t->starts[symbol]);
     learn(t, symbol);
+}
+
+/* Never 0 and never SCALE: what is left of either side is at least 2^rate - 1. */
+static inline uint16_t follow_bit(uint32_t zeros, int bit, int rate)
+{
+    return (uint16_t)(bit ? zeros - (zeros >> rate) : zeros + ((SCALE - zeros) >> rate));
+}
+
+static void put_bit(Writer *w, uint16_t *middle, int bit, int rate)
+{
+    uint32_t zeros = *middle;
+    put(w, bit ? zeros : 0, bit ? SCALE - zeros : zeros);
+    *middle = follow_bit(zeros, bit, rate);
 }
 
 static void put_bits(Writer *w, uint64_t value, int bits)
@@ -301,15 +317,15 @@ get_symbol(Reader *r, int stream, Table *t)
     return symbol;
 }
 
-/* A symbol of a table of two, each about as likely. */
+/* A bit; `middle` is the share of zeros, and follows them. */
 static inline __attribute__((always_inline)) int
-get_coin(Reader *r, int stream, Table *t)
+get_bit(Reader *r, int stream, uint16_t *middle, int rate)
 {
-    uint32_t slot = slot_of(r, stream), middle = t->starts[1];
-    int symbol = slot >= middle;
-    advance(r, stream, symbol ? middle : 0, symbol ? SCALE - middle : middle);
-    learn(t, symbol);
-    return symbol;
+    uint32_t zeros = *middle;
+    int bit = slot_of(r, stream) >= zeros;
+    advance(r, stream, bit ? zeros : 0, bit ? SCALE - zeros : zeros);
+    *middle = follow_bit(zeros, bit, rate);
+    return bit;
 }
 
 static inline __attribute__((always_inline)) uint64_t
@@ -334,25 +350,19 @@ enum {
     CONTEXTS = 48, /* expected gaps: two to the octave */
     SMALL_VALUES = 8,
     SIGN_CONTEXTS = 16,
-    VALUE_SYMBOLS = SMALL_VALUES + 65,
+    VALUE_SYMBOLS = SMALL_VALUES + 60, /* sizes 2 to 8, then by the highest bit, 3 to 63 */
     ONE = 1 << 16,
     LEAN_RATE = ONE / 6,
-    OWN_RATE = ONE / 50,
-    NEAR_RATE = ONE / 20,
-    FAR_RATE = ONE / 512
+    OWN_RATE = ONE / 50
 };
 
 typedef struct {
     Table gaps[CONTEXTS];
     Table values[VALUE_EXPONENTS];
-    Table signs[SIGN_CONTEXTS];
-    uint8_t begun_values[VALUE_EXPONENTS];
-    uint8_t begun_signs[SIGN_CONTEXTS];
-    uint8_t begun_gaps[CONTEXTS];
+    uint16_t signs[SIGN_CONTEXTS]; /* shares of ups, by the lean */
+    uint16_t ones[VALUE_EXPONENTS]; /* shares of steps by one, by the exponent */
     int64_t mean[CLASSES]; /* log2 of the gap, 16 fractional bits */
     uint32_t seen[CLASSES];
-    int64_t near, far;     /* the same for gaps among all elements, quick and slow */
-    uint64_t last;         /* element after the last change */
     int64_t lean;          /* of the signs of late: 0 for all up, ONE for all down */
     int gap_symbols;       /* the last one: no further change */
 } Model;
@@ -447,39 +457,28 @@ static __attribute__((noinline)) void begin_gaps(Table *t, int context, int symb
 
 static inline Table *gap_table(Model *m, int class)
 {
-    int64_t expected = m->mean[class] - floor_shift(m->far - m->near, 1);
-    int64_t context = floor_shift(expected + ONE / 4, 15);
+    int64_t context = floor_shift(m->mean[class] + ONE / 4, 15);
     int k = context < 0 ? 0 : context >= CONTEXTS ? CONTEXTS - 1 : (int)context;
-    if (!m->begun_gaps[k]) {
+    if (m->gaps[k].symbols == 0)
         begin_gaps(&m->gaps[k], k, m->gap_symbols);
-        m->begun_gaps[k] = 1;
-    }
     return &m->gaps[k];
 }
 
 static inline Table *value_table(Model *m, int exponent)
 {
     Table *t = &m->values[exponent];
-    if (!m->begun_values[exponent]) {
+    if (t->symbols == 0) {
         for (int i = 0; i < VALUE_SYMBOLS; i++)
-            t->counts[i] = i < 1 ? 4 * COUNT_STEP : i < SMALL_VALUES ? 8 : 1;
+            t->counts[i] = i < SMALL_VALUES ? 8 : 1;
         begin_table(t, VALUE_SYMBOLS);
-        m->begun_values[exponent] = 1;
     }
     return t;
 }
 
-static inline Table *sign_table(Model *m)
+static inline uint16_t *sign_of(Model *m)
 {
     int k = (int)(m->lean * SIGN_CONTEXTS >> 16);
-    k = k >= SIGN_CONTEXTS ? SIGN_CONTEXTS - 1 : k;
-    Table *t = &m->signs[k];
-    if (!m->begun_signs[k]) {
-        t->counts[0] = t->counts[1] = 8 * COUNT_STEP;
-        begin_table(t, 2);
-        m->begun_signs[k] = 1;
-    }
-    return t;
+    return &m->signs[k >= SIGN_CONTEXTS ? SIGN_CONTEXTS - 1 : k];
 }
 
 static void begin_model(Model *m, uint64_t elements, int first)
@@ -490,20 +489,19 @@ static void begin_model(Model *m, uint64_t elements, int first)
     for (int k = 0; k < CLASSES; k++)
         m->mean[k] = (int64_t)first * (ONE / 4) + (int64_t)k * ONE;
     m->lean = ONE / 2;
-    m->near = m->far = (int64_t)(first + 24) * (ONE / 4);
+    for (int k = 0; k < SIGN_CONTEXTS; k++)
+        m->signs[k] = SCALE / 2;
+    for (int k = 0; k < VALUE_EXPONENTS; k++)
+        m->ones[k] = SCALE - SCALE / 8;
 }
 
 /* A change was seen: learn from its gap, before its value and the next gap are coded. */
-static inline void saw(Model *m, int class, uint64_t gap, uint64_t position)
+static inline void saw(Model *m, int class, uint64_t gap)
 {
     int64_t own = log2_half(gap) - m->mean[class];
     uint32_t n = m->seen[class] < 64 ? ++m->seen[class] : 64;
     int64_t rate = n < 50 ? ONE / (int64_t)(n + 1) : OWN_RATE;
     m->mean[class] += floor_shift(own * rate, 16);
-    int64_t all = log2_half(position - m->last);
-    m->near += floor_shift((all - m->near) * NEAR_RATE, 16);
-    m->far += floor_shift((all - m->far) * FAR_RATE, 16);
-    m->last = position + 1;
 }
 
 static inline void learn_lean(Model *m, int negative)
@@ -513,14 +511,10 @@ static inline void learn_lean(Model *m, int negative)
 
 static inline int value_symbol(uint64_t size, int *bits, uint64_t *rest)
 {
-    if (size <= SMALL_VALUES) {
-        *bits = 0;
-        return (int)(size - 1);
-    }
     int top = 63 - __builtin_clzll(size);
-    *bits = top;
-    *rest = size & (((uint64_t)1 << top) - 1);
-    return SMALL_VALUES + top;
+    *bits = size <= SMALL_VALUES ? 0 : top;
+    *rest = size & (((uint64_t)1 << *bits) - 1);
+    return size <= SMALL_VALUES ? (int)size - 2 : SMALL_VALUES - 4 + top;
 }
 
 enum { PORTABLE, WITH_AVX2, WITH_AVX512 };
@@ -531,7 +525,7 @@ static int path = PORTABLE; /* the best one there is, but for tests */
 
 typedef struct {
     int64_t difference; /* never 0 */
-    uint32_t position, gap;
+    uint32_t gap;
     uint32_t following; /* the next event of its class */
     uint8_t class, exponent;
 } Event;
@@ -572,12 +566,10 @@ static int64_t difference_of(uint64_t base, uint64_t next, Type type)
     return (int64_t)(d & sign ? d | ~all : d);
 }
 
-static int find_one(Finder *f, uint64_t base, uint64_t next, uint64_t position, uint32_t gap,
-                    Type type, int lowest)
+static int find_one(Finder *f, uint64_t base, uint64_t next, uint32_t gap, Type type, int lowest)
 {
     Event e;
     int exponent = exponent_of(base, type);
-    e.position = (uint32_t)position;
     e.difference = difference_of(base, next, type);
     if (e.difference == 0) /* someone is writing to what we read; the digests will tell */
         e.difference = 1;
@@ -589,14 +581,14 @@ static int find_one(Finder *f, uint64_t base, uint64_t next, uint64_t position, 
 }
 
 static inline void find_portable(Finder *f, const uint8_t *base, const uint8_t *next, size_t count,
-                                 uint64_t position, Type type, int lowest)
+                                 Type type, int lowest)
 {
     for (size_t i = 0; i < count; i++) {
         uint64_t b = load(base + i * type.width, type.width);
         uint64_t n = load(next + i * type.width, type.width);
         int class = class_of(exponent_of(b, type), lowest);
         if (b != n) {
-            if (!find_one(f, b, n, position + i, f->since[class], type, lowest))
+            if (!find_one(f, b, n, f->since[class], type, lowest))
                 return;
             f->since[class] = 0;
         } else
@@ -709,6 +701,22 @@ changed_avx2(const uint8_t *base, const uint8_t *next, int width)
 #if HAVE_AVX512_PATH
 #define AVX512 __attribute__((target("avx2,bmi,bmi2,popcnt,avx512f,avx512bw,avx512dq,avx512vl,avx512vpopcntdq")))
 
+/* Masks as numbers, by the instruction itself: GCC 12 was seen to store a mask of 16 bits to the stack and
+ * to load 32 (-O1 with sanitizers), whose upper half was what lay there. */
+AVX512 static inline __attribute__((always_inline)) uint32_t number_of_16(__mmask16 mask)
+{
+    uint32_t number;
+    __asm__("kmovw %1, %0" : "=r"(number) : "k"(mask));
+    return number;
+}
+
+AVX512 static inline __attribute__((always_inline)) uint32_t number_of_32(__mmask32 mask)
+{
+    uint32_t number;
+    __asm__("kmovd %1, %0" : "=r"(number) : "k"(mask));
+    return number;
+}
+
 /* Eight blocks at a time: of each element the four bits of its class, and how many of each class there
  * are in each block. */
 enum { BLOCKS = 8, STRETCH = BLOCKS * BLOCK };
@@ -806,17 +814,16 @@ changed_avx512(const uint8_t *base, const uint8_t *next, int width)
         if (width == 1)
             changed = _mm512_cmpneq_epi8_mask(b, n);
         else if (width == 2)
-            changed |= (uint64_t)_mm512_cmpneq_epi16_mask(b, n) << (32 * k);
+            changed |= (uint64_t)number_of_32(_mm512_cmpneq_epi16_mask(b, n)) << (32 * k);
         else
-            changed |= (uint64_t)_mm512_cmpneq_epi32_mask(b, n) << (16 * k);
+            changed |= (uint64_t)number_of_16(_mm512_cmpneq_epi32_mask(b, n)) << (16 * k);
     }
     return changed;
 }
 
 /* Find what changed in whole stretches; return how many elements these are. */
 AVX512 static inline __attribute__((always_inline)) size_t
-find_avx512(Finder *f, const uint8_t *base, const uint8_t *next, size_t count, uint64_t position,
-            Type type, int lowest)
+find_avx512(Finder *f, const uint8_t *base, const uint8_t *next, size_t count, Type type, int lowest)
 {
     size_t i = 0;
     Stretch s;
@@ -837,7 +844,7 @@ find_avx512(Finder *f, const uint8_t *base, const uint8_t *next, size_t count, u
                 int class = class_of(exponent_of(old, type), lowest);
                 uint64_t earlier = members_of(&s, j, class) & (((uint64_t)1 << bit) - 1);
                 uint32_t before = (uint32_t)count_bits(earlier);
-                if (!find_one(f, old, new, position + at + (uint64_t)bit, f->since[class] + before, type, lowest))
+                if (!find_one(f, old, new, f->since[class] + before, type, lowest))
                     return count;
                 f->since[class] = 0u - before - 1;
                 since = _mm512_mask_set1_epi32(since, (__mmask16)(1u << class), (int)f->since[class]);
@@ -850,19 +857,19 @@ find_avx512(Finder *f, const uint8_t *base, const uint8_t *next, size_t count, u
     return i;
 }
 
-AVX512 static size_t find_segment_avx512(Finder *f, const Segment *s, uint64_t position, Type type, int lowest)
+AVX512 static size_t find_segment_avx512(Finder *f, const Segment *s, Type type, int lowest)
 {
     switch (type.width) { /* a constant width makes a tight loop */
-    case 1: type.width = 1; return find_avx512(f, s->base, s->next, s->count, position, type, lowest);
-    case 2: type.width = 2; return find_avx512(f, s->base, s->next, s->count, position, type, lowest);
-    default: type.width = 4; return find_avx512(f, s->base, s->next, s->count, position, type, lowest);
+    case 1: type.width = 1; return find_avx512(f, s->base, s->next, s->count, type, lowest);
+    case 2: type.width = 2; return find_avx512(f, s->base, s->next, s->count, type, lowest);
+    default: type.width = 4; return find_avx512(f, s->base, s->next, s->count, type, lowest);
     }
 }
 #endif
 
 /* The changes of a block. Leaves `since` counted from the block's start. */
 AVX2 static int find_block_avx2(Finder *f, const uint8_t *b, const uint8_t *n, uint64_t changed,
-                                const uint64_t *of, uint64_t position, Type type, int lowest)
+                                const uint64_t *of, Type type, int lowest)
 {
     while (changed) {
         int bit = __builtin_ctzll(changed);
@@ -871,7 +878,7 @@ AVX2 static int find_block_avx2(Finder *f, const uint8_t *b, const uint8_t *n, u
         uint64_t new = load(n + bit * type.width, type.width);
         int class = class_of(exponent_of(old, type), lowest);
         uint32_t before = (uint32_t)count_bits(of[class] & (((uint64_t)1 << bit) - 1));
-        if (!find_one(f, old, new, position + (uint64_t)bit, f->since[class] + before, type, lowest))
+        if (!find_one(f, old, new, f->since[class] + before, type, lowest))
             return 0;
         f->since[class] = 0u - before - 1;
     }
@@ -879,8 +886,7 @@ AVX2 static int find_block_avx2(Finder *f, const uint8_t *b, const uint8_t *n, u
 }
 
 AVX2 static inline __attribute__((always_inline)) void
-find_avx2(Finder *f, const uint8_t *base, const uint8_t *next, size_t count, uint64_t position,
-          Type type, int lowest)
+find_avx2(Finder *f, const uint8_t *base, const uint8_t *next, size_t count, Type type, int lowest)
 {
     size_t i = 0;
     __m256i low = load_avx2((const uint8_t *)f->since);
@@ -893,7 +899,7 @@ find_avx2(Finder *f, const uint8_t *base, const uint8_t *next, size_t count, uin
         if (changed) {
             _mm256_storeu_si256((__m256i *)f->since, low);
             _mm256_storeu_si256((__m256i *)(f->since + 8), high);
-            if (!find_block_avx2(f, b, n, changed, of, position + i, type, lowest))
+            if (!find_block_avx2(f, b, n, changed, of, type, lowest))
                 return;
             low = load_avx2((const uint8_t *)f->since);
             high = load_avx2((const uint8_t *)(f->since + 8));
@@ -904,24 +910,22 @@ find_avx2(Finder *f, const uint8_t *base, const uint8_t *next, size_t count, uin
     _mm256_storeu_si256((__m256i *)f->since, low);
     _mm256_storeu_si256((__m256i *)(f->since + 8), high);
     if (i < count)
-        find_portable(f, base + i * (size_t)type.width, next + i * (size_t)type.width, count - i,
-                      position + i, type, lowest);
+        find_portable(f, base + i * (size_t)type.width, next + i * (size_t)type.width, count - i, type, lowest);
 }
 
-AVX2 static void find_segment_avx2(Finder *f, const Segment *s, uint64_t position, Type type, int lowest)
+AVX2 static void find_segment_avx2(Finder *f, const Segment *s, Type type, int lowest)
 {
     size_t done = 0;
 #if HAVE_AVX512_PATH
     if (path >= WITH_AVX512)
-        done = find_segment_avx512(f, s, position, type, lowest);
+        done = find_segment_avx512(f, s, type, lowest);
 #endif
     const uint8_t *b = s->base + done * (size_t)type.width, *n = s->next + done * (size_t)type.width;
     size_t left = s->count - done;
-    position += done;
     switch (type.width) {
-    case 1: type.width = 1; find_avx2(f, b, n, left, position, type, lowest); break;
-    case 2: type.width = 2; find_avx2(f, b, n, left, position, type, lowest); break;
-    default: type.width = 4; find_avx2(f, b, n, left, position, type, lowest);
+    case 1: type.width = 1; find_avx2(f, b, n, left, type, lowest); break;
+    case 2: type.width = 2; find_avx2(f, b, n, left, type, lowest); break;
+    default: type.width = 4; find_avx2(f, b, n, left, type, lowest);
     }
 }
 #endif
@@ -929,20 +933,18 @@ AVX2 static void find_segment_avx2(Finder *f, const Segment *s, uint64_t positio
 
 static void find(Finder *f, const Segment *s, size_t segments, Type type, int lowest)
 {
-    uint64_t position = 0;
     for (size_t i = 0; i < segments && !f->full; i++) {
 #if HAVE_AVX2_PATH
         if (path >= WITH_AVX2 && type.width <= 4)
-            find_segment_avx2(f, &s[i], position, type, lowest);
+            find_segment_avx2(f, &s[i], type, lowest);
         else
 #endif
         switch (type.width) { /* a constant width makes a tight loop */
-        case 1: type.width = 1; find_portable(f, s[i].base, s[i].next, s[i].count, position, type, lowest); break;
-        case 2: type.width = 2; find_portable(f, s[i].base, s[i].next, s[i].count, position, type, lowest); break;
-        case 4: type.width = 4; find_portable(f, s[i].base, s[i].next, s[i].count, position, type, lowest); break;
-        default: type.width = 8; find_portable(f, s[i].base, s[i].next, s[i].count, position, type, lowest);
+        case 1: type.width = 1; find_portable(f, s[i].base, s[i].next, s[i].count, type, lowest); break;
+        case 2: type.width = 2; find_portable(f, s[i].base, s[i].next, s[i].count, type, lowest); break;
+        case 4: type.width = 4; find_portable(f, s[i].base, s[i].next, s[i].count, type, lowest); break;
+        default: type.width = 8; find_portable(f, s[i].base, s[i].next, s[i].count, type, lowest);
         }
-        position += s[i].count;
     }
 }
 
@@ -964,11 +966,12 @@ static void put_value(Writer *w, Model *m, const Event *event)
 {
     int bits, negative = event->difference < 0;
     uint64_t rest = 0, d = (uint64_t)event->difference, size = negative ? (uint64_t)0 - d : d;
-    int symbol = value_symbol(size, &bits, &rest);
-    put_symbol(w, value_table(m, event->exponent), symbol);
-    if (bits)
+    put_bit(w, &m->ones[event->exponent], size > 1, ONE_RATE);
+    if (size > 1) {
+        put_symbol(w, value_table(m, event->exponent), value_symbol(size, &bits, &rest));
         put_bits(w, rest, bits);
-    put_symbol(w, sign_table(m), negative);
+    }
+    put_bit(w, sign_of(m), negative, SIGN_RATE);
     learn_lean(m, negative);
 }
 
@@ -987,7 +990,7 @@ static int write_events(Writer *gaps, Writer *values, Model *m, Finder *f)
         put_gap(gaps, m, k, first[k] < f->count ? &f->events[first[k]] : NULL);
     for (size_t i = 0; i < f->count && !gaps->failed && !values->failed; i++) {
         const Event *e = &f->events[i];
-        saw(m, e->class, e->gap, e->position);
+        saw(m, e->class, e->gap);
         put_value(values, m, e);
         put_gap(gaps, m, e->class, e->following < f->count ? &f->events[e->following] : NULL);
     }
@@ -1076,20 +1079,23 @@ get_gap(Applier *a, int class)
     return gap < NEVER ? (uint32_t)gap : NEVER;
 }
 
+/* More than one, which is rare. */
+static __attribute__((noinline)) uint64_t get_size(Applier *a, int exponent)
+{
+    int symbol = get_symbol(a->reader, VALUES, value_table(a->model, exponent));
+    if (symbol <= SMALL_VALUES - 2)
+        return (uint64_t)symbol + 2;
+    int top = symbol - (SMALL_VALUES - 4);
+    return (uint64_t)1 << top | get_bits(a->reader, VALUES, top);
+}
+
 static inline __attribute__((always_inline)) int64_t
 get_value(Applier *a, int exponent)
 {
-    int symbol = get_symbol(a->reader, VALUES, value_table(a->model, exponent));
-    uint64_t size = (uint64_t)symbol + 1;
-    if (symbol >= SMALL_VALUES) {
-        int top = symbol - SMALL_VALUES;
-        if (top > 63) {
-            a->wrong = 1;
-            top = 63;
-        }
-        size = (uint64_t)1 << top | get_bits(a->reader, VALUES, top);
-    }
-    int negative = get_coin(a->reader, VALUES, sign_table(a->model));
+    uint64_t size = 1;
+    if (get_bit(a->reader, VALUES, &a->model->ones[exponent], ONE_RATE))
+        size = get_size(a, exponent);
+    int negative = get_bit(a->reader, VALUES, sign_of(a->model), SIGN_RATE);
     learn_lean(a->model, negative);
     uint64_t all = (uint64_t)0 - (uint64_t)negative;
     return (int64_t)((size ^ all) - all);
@@ -1098,23 +1104,23 @@ get_value(Applier *a, int exponent)
 /* The element at `at`, of `class`, changes. Leaves in `gap` how many elements of the class come before
  * the next change. */
 static inline __attribute__((always_inline)) void
-apply_one(Applier *a, uint8_t *at, uint64_t old, int class, uint64_t position, Type type)
+apply_one(Applier *a, uint8_t *at, uint64_t old, int class, Type type)
 {
-    saw(a->model, class, a->gap[class], position);
+    saw(a->model, class, a->gap[class]);
     int64_t d = get_value(a, value_exponent(exponent_of(old, type), a->lowest));
     store(at, type.width, from_order(to_order(old, type) + (uint64_t)d, type));
     a->gap[class] = get_gap(a, class);
 }
 
 static inline void apply_portable(Applier *a, const uint8_t *base, uint8_t *out, size_t count,
-                                  uint64_t position, Type type)
+                                  Type type)
 {
     memcpy(out, base, count * (size_t)type.width);
     for (size_t i = 0; i < count; i++) {
         uint64_t old = load(base + i * type.width, type.width);
         int class = class_of(exponent_of(old, type), a->lowest);
         if (a->ahead[class]-- == 0) {
-            apply_one(a, out + i * type.width, old, class, position + i, type);
+            apply_one(a, out + i * type.width, old, class, type);
             a->ahead[class] = a->gap[class];
         }
     }
@@ -1129,7 +1135,7 @@ AVX2 static inline uint32_t nth_bit(uint64_t bits, uint32_t n)
 /* A block in which changes are due: of those classes whose next one comes before its end. Leaves
  * `ahead` counted from the block's start. */
 AVX2 static void apply_block_avx2(Applier *a, const uint8_t *b, uint8_t *o, const uint64_t *of,
-                                  uint32_t due, uint64_t position, Type type)
+                                  uint32_t due, Type type)
 {
     while (due) {
         int class = 0;
@@ -1143,7 +1149,7 @@ AVX2 static void apply_block_avx2(Applier *a, const uint8_t *b, uint8_t *o, cons
             }
         }
         uint64_t old = load(b + bit * (size_t)type.width, type.width);
-        apply_one(a, o + bit * (size_t)type.width, old, class, position + bit, type);
+        apply_one(a, o + bit * (size_t)type.width, old, class, type);
         a->ahead[class] += 1 + a->gap[class];
         if (a->ahead[class] >= count_bits(of[class]))
             due &= ~((uint32_t)1 << class);
@@ -1151,7 +1157,7 @@ AVX2 static void apply_block_avx2(Applier *a, const uint8_t *b, uint8_t *o, cons
 }
 
 AVX2 static inline __attribute__((always_inline)) void
-apply_avx2(Applier *a, const uint8_t *base, uint8_t *out, size_t count, uint64_t position, Type type)
+apply_avx2(Applier *a, const uint8_t *base, uint8_t *out, size_t count, Type type)
 {
     size_t i = 0;
     __m256i low = load_avx2((const uint8_t *)a->ahead);
@@ -1170,7 +1176,7 @@ apply_avx2(Applier *a, const uint8_t *base, uint8_t *out, size_t count, uint64_t
         if (due) {
             _mm256_storeu_si256((__m256i *)a->ahead, low);
             _mm256_storeu_si256((__m256i *)(a->ahead + 8), high);
-            apply_block_avx2(a, b, o, of, due, position + i, type);
+            apply_block_avx2(a, b, o, of, due, type);
             low = load_avx2((const uint8_t *)a->ahead);
             high = load_avx2((const uint8_t *)(a->ahead + 8));
         }
@@ -1180,14 +1186,13 @@ apply_avx2(Applier *a, const uint8_t *base, uint8_t *out, size_t count, uint64_t
     _mm256_storeu_si256((__m256i *)a->ahead, low);
     _mm256_storeu_si256((__m256i *)(a->ahead + 8), high);
     if (i < count)
-        apply_portable(a, base + i * (size_t)type.width, out + i * (size_t)type.width, count - i,
-                       position + i, type);
+        apply_portable(a, base + i * (size_t)type.width, out + i * (size_t)type.width, count - i, type);
 }
 
 #if HAVE_AVX512_PATH
 /* Apply what changes in whole stretches; return how many elements these are. */
 AVX512 static inline __attribute__((always_inline)) size_t
-apply_avx512(Applier *a, const uint8_t *base, uint8_t *out, size_t count, uint64_t position, Type type)
+apply_avx512(Applier *a, const uint8_t *base, uint8_t *out, size_t count, Type type)
 {
     size_t i = 0;
     Stretch s;
@@ -1201,7 +1206,7 @@ apply_avx512(Applier *a, const uint8_t *base, uint8_t *out, size_t count, uint64
             for (int k = 0; k < type.width; k++)
                 _mm512_storeu_si512(o + 64 * k, _mm512_loadu_si512(b + 64 * k));
             __m512i sizes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)s.sizes[j]));
-            uint32_t due = _mm512_cmpgt_epi32_mask(sizes, ahead);
+            uint32_t due = number_of_16(_mm512_cmpgt_epi32_mask(sizes, ahead));
             if (due)
                 _mm512_storeu_si512(a->ahead, ahead);
             while (due) {
@@ -1216,7 +1221,7 @@ apply_avx512(Applier *a, const uint8_t *base, uint8_t *out, size_t count, uint64
                     }
                 }
                 uint64_t old = load(b + bit * (size_t)type.width, type.width);
-                apply_one(a, o + bit * (size_t)type.width, old, class, position + at + bit, type);
+                apply_one(a, o + bit * (size_t)type.width, old, class, type);
                 a->ahead[class] += 1 + a->gap[class];
                 ahead = _mm512_mask_set1_epi32(ahead, (__mmask16)(1u << class), (int)a->ahead[class]);
                 if (a->ahead[class] >= s.sizes[j][class])
@@ -1229,52 +1234,49 @@ apply_avx512(Applier *a, const uint8_t *base, uint8_t *out, size_t count, uint64
     return i;
 }
 
-AVX512 static size_t apply_segment_avx512(Applier *a, const Segment *s, uint64_t position, Type type)
+AVX512 static size_t apply_segment_avx512(Applier *a, const Segment *s, Type type)
 {
     switch (type.width) {
-    case 1: type.width = 1; return apply_avx512(a, s->base, s->out, s->count, position, type);
-    case 2: type.width = 2; return apply_avx512(a, s->base, s->out, s->count, position, type);
-    default: type.width = 4; return apply_avx512(a, s->base, s->out, s->count, position, type);
+    case 1: type.width = 1; return apply_avx512(a, s->base, s->out, s->count, type);
+    case 2: type.width = 2; return apply_avx512(a, s->base, s->out, s->count, type);
+    default: type.width = 4; return apply_avx512(a, s->base, s->out, s->count, type);
     }
 }
 #endif
 
-AVX2 static void apply_segment_avx2(Applier *a, const Segment *s, uint64_t position, Type type)
+AVX2 static void apply_segment_avx2(Applier *a, const Segment *s, Type type)
 {
     size_t done = 0;
 #if HAVE_AVX512_PATH
     if (path >= WITH_AVX512)
-        done = apply_segment_avx512(a, s, position, type);
+        done = apply_segment_avx512(a, s, type);
 #endif
     const uint8_t *b = s->base + done * (size_t)type.width;
     uint8_t *o = s->out + done * (size_t)type.width;
     size_t left = s->count - done;
-    position += done;
     switch (type.width) {
-    case 1: type.width = 1; apply_avx2(a, b, o, left, position, type); break;
-    case 2: type.width = 2; apply_avx2(a, b, o, left, position, type); break;
-    default: type.width = 4; apply_avx2(a, b, o, left, position, type);
+    case 1: type.width = 1; apply_avx2(a, b, o, left, type); break;
+    case 2: type.width = 2; apply_avx2(a, b, o, left, type); break;
+    default: type.width = 4; apply_avx2(a, b, o, left, type);
     }
 }
 #endif
 
 static void apply(Applier *a, const Segment *s, size_t segments)
 {
-    uint64_t position = 0;
     Type type = a->type;
     for (size_t i = 0; i < segments; i++) {
 #if HAVE_AVX2_PATH
         if (path >= WITH_AVX2 && type.width <= 4)
-            apply_segment_avx2(a, &s[i], position, type);
+            apply_segment_avx2(a, &s[i], type);
         else
 #endif
         switch (type.width) { /* a constant width makes a tight loop */
-        case 1: type.width = 1; apply_portable(a, s[i].base, s[i].out, s[i].count, position, type); break;
-        case 2: type.width = 2; apply_portable(a, s[i].base, s[i].out, s[i].count, position, type); break;
-        case 4: type.width = 4; apply_portable(a, s[i].base, s[i].out, s[i].count, position, type); break;
-        default: type.width = 8; apply_portable(a, s[i].base, s[i].out, s[i].count, position, type);
+        case 1: type.width = 1; apply_portable(a, s[i].base, s[i].out, s[i].count, type); break;
+        case 2: type.width = 2; apply_portable(a, s[i].base, s[i].out, s[i].count, type); break;
+        case 4: type.width = 4; apply_portable(a, s[i].base, s[i].out, s[i].count, type); break;
+        default: type.width = 8; apply_portable(a, s[i].base, s[i].out, s[i].count, type);
         }
-        position += s[i].count;
     }
 }
 

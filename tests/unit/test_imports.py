@@ -112,6 +112,12 @@ def test_only_a_relay_that_rebuilds_shards_loads_the_codec(loaded: dict[str, Loa
     assert loaded["relay.materialize"].of(codec)
 
 
+def test_a_relay_that_rebuilds_nothing_loads_no_codec(loaded: dict[str, Loaded]) -> None:
+    codec = frozenset({"shardcast.codec", "shardcast.codec._kernel", "zstandard"})
+    for module in ("relay.app", "shardcast.protocol", "shardcast.cli.main"):
+        assert not loaded[module].of(codec), module
+
+
 @pytest.mark.parametrize("package", [m for m in MODULES if (ROOT / m.replace(".", "/")).is_dir()])
 def test_a_package_init_holds_a_docstring_and_at_most_a_version(package: str) -> None:
     init = ROOT / package.replace(".", "/") / "__init__.py"

@@ -205,6 +205,14 @@ class Stream:
             start += width
         raise AssertionError
 
+    def bit(self, shares: list[int], context: int, rate: int) -> int:
+        """A bit, by the share of zeros among 2^14, which follows."""
+        zeros = shares[context]
+        bit = int(self.state & 0x3FFF >= zeros)
+        self.advance(zeros if bit else 0, (1 << 14) - zeros if bit else zeros)
+        shares[context] += -(zeros >> rate) if bit else ((1 << 14) - zeros) >> rate
+        return bit
+
     def bits(self, count: int) -> int:
         value = done = 0
         while done < count:
@@ -293,15 +301,13 @@ def apply_changes(kind: int, payload: bytes, elements: Sequence[int]) -> list[in
     symbols = bucket(len(elements))[0] + 2
     gap_tables: dict[int, Table] = {}
     value_tables: dict[int, Table] = {}
-    sign_tables: dict[int, Table] = {}
+    ones, signs = [14336] * 32, [8192] * 16
     mean = [first * ONE // 4 + k * ONE for k in range(12)]
     seen = [0] * 12
-    near = far = (first + 24) * ONE // 4
-    lean, last = ONE // 2, 0
+    lean = ONE // 2
 
     def next_gap(k: int) -> int | None:
-        expected = mean[k] - (far - near >> 1)
-        context = min(max(expected + ONE // 4 >> 15, 0), 47)
+        context = min(max(mean[k] + ONE // 4 >> 15, 0), 47)
         if context not in gap_tables:
             gap_tables[context] = first_gaps(context, symbols)
         symbol = gaps.symbol(gap_tables[context])
@@ -326,21 +332,16 @@ def apply_changes(kind: int, payload: bytes, elements: Sequence[int]) -> list[in
         seen[k] = min(seen[k] + 1, 64)
         rate = ONE // (seen[k] + 1) if seen[k] < 50 else ONE // 50
         mean[k] += (log2_half(gap[k] or 0) - mean[k]) * rate >> 16
-        away = log2_half(position - last)
-        near += (away - near) * (ONE // 20) >> 16
-        far += (away - far) * (ONE // 512) >> 16
-        last = position + 1
         context = min(max(exponent - lowest + 8, 0), 31)
-        if context not in value_tables:
-            value_tables[context] = Table([128] + [8] * 7 + [1] * 65)
-        symbol = values.symbol(value_tables[context])
-        size = symbol + 1
-        if symbol >= 8:
-            size = 1 << symbol - 8 | values.bits(symbol - 8)
-        context = min(lean * 16 >> 16, 15)
-        if context not in sign_tables:
-            sign_tables[context] = Table([256, 256])
-        down = values.symbol(sign_tables[context])
+        size = 1
+        if values.bit(ones, context, 5):
+            if context not in value_tables:
+                value_tables[context] = Table([8] * 8 + [1] * 60)
+            symbol = values.symbol(value_tables[context])
+            size = symbol + 2
+            if symbol > 6:
+                size = 1 << symbol - 4 | values.bits(symbol - 4)
+        down = values.bit(signs, min(lean * 16 >> 16, 15), 6)
         lean += (down * ONE - lean) * (ONE // 6) >> 16
         result[position] = from_order(to_order(old, kind) + (-size if down else size), kind)
         gap[k] = ahead[k] = next_gap(k)

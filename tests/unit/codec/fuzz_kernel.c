@@ -143,8 +143,8 @@ enum { MOST_PATHS = 3 };
 /* Decode on all paths; they must agree, also about damage. */
 static int decode_all(Case *c, const uint8_t *payload, size_t length)
 {
-    int rc[MOST_PATHS];
-    uint64_t sum[MOST_PATHS];
+    int rc[MOST_PATHS] = {0};
+    uint64_t sum[MOST_PATHS] = {0};
     for (path = 0; path < paths; path++) {
         spoil(c);
         rc[path] = decode(payload, length, c->s, c->count, c->type);
