@@ -185,7 +185,7 @@ async def test_a_network_that_loses_everything_and_comes_back(tmp_path: Path) ->
     with Networks() as networks:
         above, below = networks.namespace(), networks.namespace()
         for space in (above, below):
-            space.limit("40mbit")
+            space.limit("16mbit")  # slow enough that much is still to come when it breaks
         first = process(tmp_path / "o", listen=f"{above.there}:0", inside=above.argv())
         async with (
             first as (origin, _),
