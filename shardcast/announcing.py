@@ -21,6 +21,7 @@ from shardcast.protocol.limits import (
     ONE_SHOT_EXPIRY_MS,
 )
 from shardcast.publishing import PublishObserver, SilentObserver
+from shardcast.store.roles import claim_for_publishing
 from shardcast.store.run import RunStore
 
 LOCK_WAIT_S: Final = 600.0
@@ -124,9 +125,11 @@ def amend(
 
     Raises:
         NotFoundError: If the run has no head.
+        UsageError: If the store is a relay's.
         TrustError: If the run belongs to another key.
         BusyError: If a publisher of the run does not end within ten minutes.
     """
+    claim_for_publishing(run.root.parent)
     with publishing(run, SilentObserver()):
         now = now_ms()
         head = last_head(run, signers, now)

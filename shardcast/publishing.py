@@ -53,6 +53,7 @@ class PublishOptions:
         durability: Whether files are synced before the version is announced.
         threads: Threads that hash; None: all cores.
         expiry_ms: How long the head is fresh.
+        take_over: Make the store an origin's, even if it is a relay's.
     """
 
     source: Path
@@ -66,6 +67,7 @@ class PublishOptions:
     durability: Durability = Durability.SYNC
     threads: int | None = None
     expiry_ms: int = ONE_SHOT_EXPIRY_MS
+    take_over: bool = False
 
     def __post_init__(self) -> None:
         """Check what would otherwise be found out after everything was hashed.

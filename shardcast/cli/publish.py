@@ -119,6 +119,14 @@ def publish(
             rich_help_panel=DISK,
         ),
     ] = DurabilityChoice.SYNC,
+    take_over: Annotated[
+        bool,
+        typer.Option(
+            "--take-over",
+            help="Make the store an origin's, although a relay below parents has used it.",
+            rich_help_panel=DISK,
+        ),
+    ] = False,
     to: ToOption = None,
     token_file: TokenFileOption = None,
     key: KeyOption = None,
@@ -145,6 +153,8 @@ def publish(
         raise UsageError("give either --store or --to, not both")
     if to is not None and link:
         raise UsageError("--link is for a local store: it cannot go with --to")
+    if to is not None and take_over:
+        raise UsageError("--take-over is for a local store: it cannot go with --to")
     options = PublishOptions(
         source=checkpoint,
         step=step,
@@ -155,6 +165,7 @@ def publish(
         metadata=parse_metadata(metadata or []),
         keep=keep,
         durability=Durability(durability.value),
+        take_over=take_over,
     )
     _require_checkpoint(options)
     if to is None:
