@@ -65,6 +65,7 @@ class WorkerSession:
         sources: Where heads and blobs come from.
         activator: Commits and evicts.
         emit: Takes events.
+        fruitless: Whether the last try to obtain a version failed without one more verified shard.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class WorkerSession:
         self.keeper = keeper
         self.emit = emit
         self.sources = SourceSet(options, upstreams, keeper, emit)
+        self.fruitless = False
         self._scans = Scans(store, options.threads)
         self._documents = threading.Lock()
         self._effort = Effort(store)
@@ -93,7 +95,7 @@ class WorkerSession:
         Raises:
             ShardcastError: As ``DocumentFetcher.version`` and ``Obtainer.obtain`` say.
         """
-        return await self.in_thread(lambda cancel: self._obtain(ref, cancel))
+        return await self.in_thread(lambda cancel: self._try(ref, cancel))
 
     async def ref_of(self, manifest: str) -> VersionRef:
         """Return the entry of a version that no head lists (any more), by its manifest.
@@ -118,6 +120,21 @@ class WorkerSession:
         if stored is None or not stored.committed or not stored.complete or stored.damaged:
             return None
         return stored if stored.version.manifest == manifest else None
+
+    def _try(self, ref: VersionRef, cancel: Cancel) -> Obtained:
+        before = self._shards_here(ref.version)
+        self.fruitless = False
+        try:
+            return self._obtain(ref, cancel)
+        except ShardcastError:
+            self.fruitless = self._shards_here(ref.version) <= before
+            raise
+
+    def _shards_here(self, number: int) -> int:
+        with suppress(ShardcastError):
+            stored = self.store.stored(number)
+            return 0 if stored is None else len(stored.present())
+        return 0
 
     def _obtain(self, ref: VersionRef, cancel: Cancel) -> Obtained:
         tally = Tally(total_bytes=ref.bytes)
