@@ -62,7 +62,7 @@ async def open_worker(
 
     Raises:
         UsageError: If it belongs to another run, or no key is known or given.
-        StateError: If what is remembered is damaged.
+        StateError: If what is remembered is damaged, or ``current`` is no link.
     """
     emit = _serialised(observer)
     store = RunStore(options.out, options.run)
@@ -74,6 +74,7 @@ async def open_worker(
     )
     keeper = HeadKeeper(store, state, emit, remember=leading)
     if leading:
+        store.require_link()  # not after everything was fetched
         store.clean_leftovers()
     async with open_session(options.config, tls=options.tls) as http:
         upstreams = [Upstream(url, http, options.config) for url in options.sources]

@@ -293,7 +293,7 @@ class WorkerSession:
                 bytes_total=ref.bytes,
             )
         failures = {**self.keeper.errors, **self.sources.failures}
-        return deadline.too_late(self.options.run, seconds, progress, failures)
+        return deadline.too_late(self.options.run, seconds, progress, failures, self.sources.urls)
 
     def emit_version(
         self,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from shardcast.cli.options import (
+    DESTINATION,
     DISK,
     TRUST,
     DurabilityChoice,
@@ -24,7 +25,7 @@ from shardcast.cli.options import (
 )
 from shardcast.cli.output import Output, is_terminal, unix_ms
 from shardcast.cli.progress import Counter, Meters, meters
-from shardcast.cli.units import count, duration, rate, size
+from shardcast.cli.units import count, duration, parse_time, rate, size
 from shardcast.cli.xdg import default_store, remote_memory
 from shardcast.errors import UsageError
 
@@ -129,6 +130,16 @@ def publish(
     ] = False,
     to: ToOption = None,
     token_file: TokenFileOption = None,
+    deadline: Annotated[
+        str | None,
+        typer.Option(
+            "--deadline",
+            metavar="TIME",
+            help="With --to: give up after this long, such as 10m. What arrived is not sent again.",
+            show_default=False,
+            rich_help_panel=DESTINATION,
+        ),
+    ] = None,
     key: KeyOption = None,
     rotate_to: Annotated[
         Path | None,
@@ -153,6 +164,8 @@ def publish(
         raise UsageError("give either --store or --to, not both")
     if to is not None and link:
         raise UsageError("--link is for a local store: it cannot go with --to")
+    if to is None and deadline is not None:
+        raise UsageError("--deadline is for a remote origin: it goes with --to")
     if to is not None and take_over:
         raise UsageError("--take-over is for a local store: it cannot go with --to")
     options = PublishOptions(
@@ -180,7 +193,8 @@ def publish(
             stored_run = Store(store or default_store()).run(run, create=True)
             published = publish_directory(options, stored_run, signers, unix_ms, watch)
         else:
-            published = _publish_remote(options, run, to, token, signers, watch)
+            limit_s = None if deadline is None else parse_time(deadline, "--deadline")
+            published = _publish_remote(options, run, to, token, signers, watch, limit_s)
         watch.finish()
     _show(out, published, watch)
     where = "" if store is None else f" --store {shlex.quote(str(store))}"
@@ -249,16 +263,19 @@ def _publish_remote(
     token: str,
     signers: tuple[Ed25519Signer, ...],
     watch: Watch,
+    limit_s: float | None,
 ) -> Published:
-    from shardcast.origin_client import OriginClient
+    from shardcast.origin_client import Deadline, OriginClient
     from shardcast.protocol.documents import check_run
     from shardcast.store.run import RunStore
     from shardcast.uploader import publish_remote
 
     memory = RunStore(remote_memory(url, check_run(run)), run)
 
+    deadline = None if limit_s is None else Deadline.after(limit_s)
+
     def client() -> OriginClient:
-        return OriginClient(url, run, token)
+        return OriginClient(url, run, token, deadline)
 
     return publish_remote(options, memory, client, signers, unix_ms, watch)
 

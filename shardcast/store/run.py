@@ -222,7 +222,13 @@ class RunStore(RunRecords):
     # --- current ----------------------------------------------------------------------------
 
     def switch_current(self, number: int) -> None:
-        """Point ``current`` at a committed version: atomic, never absent, never half."""
+        """Point ``current`` at a committed version: atomic, never absent, never half.
+
+        Raises:
+            StateError: As ``require_link``.
+            DiskError: If the system refuses.
+        """
+        self.require_link()
         link = self.root / "current"
         temporary = self.root / f".current.{os.getpid()}.{next(_unique)}.tmp"
         with disk_errors(link, "switching"):
@@ -233,6 +239,21 @@ class RunStore(RunRecords):
                 temporary.unlink(missing_ok=True)
                 raise
             fsync_directory(self.root)
+
+    def require_link(self) -> None:
+        """Check that ``current`` may be switched.
+
+        Raises:
+            StateError: If it is something else than a link, which is not ours to remove.
+        """
+        link = self.root / "current"
+        if os.path.lexists(link) and not os.path.islink(link):
+            kind = "directory" if os.path.isdir(link) else "file"
+            raise StateError(
+                f"{link} is a {kind}, and a link to the version in use belongs there: move it "
+                "away or remove it; it is made again",
+                source=str(link),
+            )
 
     def current(self) -> int | None:
         """Return the number of the version that ``current`` names, or None."""
