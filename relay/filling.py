@@ -27,6 +27,7 @@ from shardcast.errors import (
     NetworkError,
     ShardcastError,
     StallError,
+    said_of,
 )
 from shardcast.fetch import Transfer
 
@@ -130,7 +131,7 @@ class Filling:
             self._whole = self._whole or stitched
             self._last = error
         except (NetworkError, LimitError) as error:
-            log.info("%s: %s", choice.source.url, error)
+            log.info("%s", said_of(choice.source.url, error))
             route.failed(choice, _as_network(error))
             self._last = error
         except BaseException:

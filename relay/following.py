@@ -22,6 +22,7 @@ from shardcast.errors import (
     ShardcastError,
     TrustError,
     UsageError,
+    said_of,
 )
 from shardcast.protocol import trust
 from shardcast.protocol.documents import check_run
@@ -329,7 +330,7 @@ class ParentFeed:
                     log.info("run %s: %s is behind: %s", run.name, answer.url, error)
                     return run.head.sequence
                 log.error("run %s: head of %s is refused: %s", run.name, answer.url, error)
-                run.problem = f"{answer.url}: {error}"
+                run.problem = said_of(answer.url, error)
                 return None
             except ShardcastError as error:
                 log.error("run %s: head of %s cannot be kept: %s", run.name, answer.url, error)
@@ -348,7 +349,8 @@ class ParentFeed:
 
     def _on_change(self, run: RelayRun, url: str, state: UpstreamState) -> None:
         if not state.live:
-            self._tell(f"run {run.name}: parent {url}: {state.error}")
+            told = f"{url}: gone" if state.error is None else said_of(url, state.error)
+            self._tell(f"run {run.name}: parent {told}")
         else:
             self._told = {text for text in self._told if url not in text}
             if self._node.sources is not None:

@@ -7,7 +7,8 @@ reasons.
 
 An origin's store is its publisher's: what is removed there, nobody can fetch again. So an origin holds
 ``{store}/.origin.lock`` together with other origins, and a relay below parents, which evicts by
-its own ``--keep`` and ``--quota``, does not start there.
+its own ``--keep`` and ``--quota``, does not start there. What a store is while nobody runs, it
+remembers itself (``shardcast.store.roles``).
 """
 
 from __future__ import annotations
@@ -25,12 +26,11 @@ from relay.threads import in_thread
 from shardcast.errors import BusyError, DiskError, UsageError
 from shardcast.store.files import disk_errors
 from shardcast.store.locks import FileLock, try_lock
+from shardcast.store.roles import ORIGIN_LOCK, RELAY_LOCK
 from shardcast.store.store import Store
 
 log = logging.getLogger("relay.keeping")
 
-LOCK_NAME = ".relay.lock"
-ORIGIN_NAME = ".origin.lock"
 POLL_S = 0.02
 """Between two tries: flock has no wait with a deadline, and a waiting thread cannot be cancelled."""
 
@@ -63,7 +63,7 @@ class Keeper:
         """
         self.state = Keeping.WAITING if needed else Keeping.HELD
         self._clock = clock
-        self._lock = FileLock(store.root / LOCK_NAME, what=f"store {store.root}")
+        self._lock = FileLock(store.root / RELAY_LOCK, what=f"store {store.root}")
         self._needed = needed
         self._settled = asyncio.Event()
         if not needed:
@@ -135,7 +135,7 @@ class OriginMark:
         Args:
             root: The store.
         """
-        self._path = root / ORIGIN_NAME
+        self._path = root / ORIGIN_LOCK
         self._fd: int | None = None
 
     @property
@@ -188,8 +188,8 @@ class OriginMark:
                     holder = f"process {int(os.pread(fd, 32, 0))}"
                 raise UsageError(
                     f"store {self._path.parent} is an origin's, served by {holder}: a relay "
-                    "below parents would remove versions there that nobody else has; give it a "
-                    "--store of its own",
+                    "below parents would remove versions there that nobody else has; give another "
+                    "--store",
                     source=str(self._path),
                 )
         finally:

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from relay import notify
@@ -22,8 +23,10 @@ from relay.room import Room
 from relay.runs import RelayRun
 from relay.scrub import Scrubber
 from relay.server import Server
+from relay.threads import in_thread
 from relay.turns import Turns
 from shardcast.errors import BusyError, ShardcastError, UsageError
+from shardcast.store.roles import Role, claim_if_writable, require_role
 
 if TYPE_CHECKING:
     from relay.materialize import Materializer
@@ -116,7 +119,12 @@ class Life:
             elif predecessor is None:
                 await asyncio.to_thread(self._mark.require_absent)
             if predecessor is None:
+                if self._role is not None:
+                    await in_thread(
+                        partial(require_role, config.store, self._role, take_over=config.take_over)
+                    )
                 await self._have_store()
+                await self._claim_role()
             else:
                 node.store.set_writer(node.keeper.held)
                 node.parents.assume(Place(predecessor.depth, tuple(predecessor.path)))
@@ -148,6 +156,21 @@ class Life:
                 source=error.source,
             ) from error
 
+    @property
+    def _role(self) -> Role | None:
+        """What it makes of the store; None for a relay that only reads."""
+        if not self.node.config.writes:
+            return None
+        return Role.ORIGIN if self.node.config.origin else Role.RELAY
+
+    async def _claim_role(self) -> None:
+        """Mark the store, once this process may change it."""
+        config = self.node.config
+        if self._role is not None:
+            await in_thread(
+                partial(claim_if_writable, config.store, self._role, take_over=config.take_over)
+            )
+
     def _sockets(self, predecessor: Predecessor | None) -> Listening:
         """Return what to listen on. Blocking.
 
@@ -178,6 +201,7 @@ class Life:
 
     async def _look_again(self) -> None:
         """See what the relay before has written until now."""
+        await self._claim_role()
         self.node.store.set_writer(True)
         for run in list(self.node.runs.values()):
             await run.attach()

@@ -176,6 +176,7 @@ class Node:
                 leases=self._leases if self.config.origin and self.config.depth is None else None,
             )
             run = self.runs[store.run] = RelayRun(store, self.clock, readers)
+            run.replaces = not self.config.origin
             run.on_change.append(lambda: self._head_changed(run))
             for hook in self.on_run:
                 hook(run)

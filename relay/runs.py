@@ -19,7 +19,7 @@ from shardcast.errors import DiskError, MalformedError, ShardcastError
 from shardcast.protocol import trust, wire
 from shardcast.protocol.digest import digest_of
 from shardcast.protocol.head import Head
-from shardcast.protocol.manifest import Version
+from shardcast.protocol.manifest import Version, contradicts
 from shardcast.protocol.trust import Accepted, TrustState
 from shardcast.store.run import RunStore
 from shardcast.store.stored import Durability, ShardState, StoredVersion
@@ -84,6 +84,8 @@ class RelayRun:
             ones.
         uploads: Versions that are being uploaded.
         told: The places in the tree that the relays below were told.
+        replaces: Whether a version on disk that contradicts the head makes room for the head's: below
+            parents, never at an origin, whose disk is what there is.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class RelayRun:
         self.claims: set[tuple[int, int]] = set()
         self.uploads = 0
         self.told = ToldPlaces()
+        self.replaces = False
         self.refreshed = float("-inf")
         self.on_change: list[Callable[[], None]] = []
         self.admit: Callable[[Version], None] = lambda version: None
@@ -269,6 +272,8 @@ class RelayRun:
         for number, version in known.items():
             try:
                 stored = self.store.stored(number)
+                if self.replaces and stored is not None and contradicts(stored.version, version):
+                    continue  # until it is replaced, it is nothing that anybody may read
                 if stored is not None and stored.version.layout_digest == version.layout_digest:
                     if stored.version.documents != version.documents:
                         self.store.save_state(version)
@@ -285,7 +290,14 @@ class RelayRun:
             DiskFullError: If there is none.
             StateError: If its number is taken by something else.
         """
-        stored = self.store.stage(version)
+        before = self.store.stored(version.number) if self.replaces else None
+        stored = self.store.stage(version, replace=self.replaces)
+        if before is not None and stored is not before and contradicts(before.version, version):
+            log.warning(
+                "run %s: version %d on disk is not the publisher's: removed, and fetched again",
+                self.name,
+                version.number,
+            )
         self.stored[version.number] = stored
         return stored
 

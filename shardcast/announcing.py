@@ -8,6 +8,7 @@ from typing import Final
 
 from shardcast.errors import (
     BusyError,
+    ClockError,
     MalformedError,
     NotFoundError,
     StateError,
@@ -21,6 +22,7 @@ from shardcast.protocol.limits import (
     ONE_SHOT_EXPIRY_MS,
 )
 from shardcast.publishing import PublishObserver, SilentObserver
+from shardcast.store.roles import claim_for_publishing
 from shardcast.store.run import RunStore
 
 LOCK_WAIT_S: Final = 600.0
@@ -48,6 +50,7 @@ def last_head(run: RunStore, signers: Sequence[Signer], now_ms: int) -> Head | N
     Raises:
         UnknownKeyError: If the run belongs to another key.
         StateError: If the stored head is damaged; says how to go on.
+        ClockError: If it is of the future; says how to go on.
         TrustError: If the stored head is not what was accepted last.
     """
     state = run.read_trust()
@@ -60,6 +63,13 @@ def last_head(run: RunStore, signers: Sequence[Signer], now_ms: int) -> Head | N
     try:
         with about(place):
             accepted = trust.accept(state, data, now_ms)
+    except ClockError as error:
+        error.message += (
+            ". Set this clock if it is behind. If it is right, the last publication was made with a "
+            f"clock ahead, and readers refuse it: put what any relay serves as /v1/{run.run}/head in "
+            f"the place of {place}, remove state/trust.json beside it, and publish again"
+        )
+        raise
     except MalformedError as error:
         raise StateError(
             f"the stored head is damaged ({error.message}); put back what any relay serves as "
@@ -124,9 +134,11 @@ def amend(
 
     Raises:
         NotFoundError: If the run has no head.
+        UsageError: If the store is a relay's.
         TrustError: If the run belongs to another key.
         BusyError: If a publisher of the run does not end within ten minutes.
     """
+    claim_for_publishing(run.root.parent)
     with publishing(run, SilentObserver()):
         now = now_ms()
         head = last_head(run, signers, now)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from shardcast.errors import NetworkError, ShardcastError
+from shardcast.errors import NetworkError, ShardcastError, said_of
 
 
 class Deadline:
@@ -58,7 +58,11 @@ class Progress:
 
 
 def too_late(
-    run: str, seconds: float, progress: Progress | None, errors: Mapping[str, ShardcastError]
+    run: str,
+    seconds: float,
+    progress: Progress | None,
+    errors: Mapping[str, ShardcastError],
+    sources: Collection[str],
 ) -> NetworkError:
     """Return the error of a pull that was not done in time.
 
@@ -67,6 +71,7 @@ def too_late(
         seconds: The time that it had.
         progress: How far it came, None without a version to pull.
         errors: The last failure of each source that had one.
+        sources: All sources: those without a failure are being waited for.
     """
     if progress is None:
         what = f"run {run!r}: no acceptable head came within {seconds:g} s"
@@ -82,5 +87,7 @@ def too_late(
             f"{progress.bytes_here} of {progress.bytes_total} bytes are here and kept for "
             "the next pull"
         )
-    each = "".join(f"; {url}: {error.message}" for url, error in errors.items())
-    return NetworkError(what + each, source=next(iter(errors), None))
+    each = [said_of(url, error) for url, error in errors.items()]
+    waiting = [url for url in sources if url not in errors]
+    each += [f"{url}: no failure, it is still being waited for" for url in waiting]
+    return NetworkError("; ".join([what, *each]), source=next(iter([*errors, *waiting]), None))

@@ -35,6 +35,12 @@ class ShardcastError(Exception):
         return self.message
 
 
+def said_of(place: str, error: ShardcastError) -> str:
+    """Return an error's message after the name of what it is about, which is said once."""
+    text = error.message.replace(f" from {place}:", ":", 1)
+    return error.message if place in text else f"{place}: {text}"
+
+
 @contextlib.contextmanager
 def about(source: str) -> Iterator[None]:
     """Let whatever error ends the block say where its bytes came from, unless it does already.

@@ -23,6 +23,9 @@ RETRY_FIRST_S: Final = 1.0
 RETRY_CAP_S: Final = 30.0
 """A version that could not be had is tried again after so long at most."""
 
+GIVE_WAY_LOOK_S: Final = 0.5
+"""How often a follower that rests after a failure looks whether somebody waits."""
+
 LOOK_S: Final = 30.0
 """How often a follower looks at the clock."""
 
@@ -47,7 +50,14 @@ class Acts(Protocol):
 
 
 class Follower:
-    """Performs steps until it is cancelled."""
+    """Performs steps until it is cancelled, or gives way.
+
+    Attributes:
+        failures: How often in a row a version could not be had; may be set before ``run``.
+        gives_way: Asked while it rests after a failure, and does nothing else, whether somebody else
+            should go on; None: nobody can.
+        rest_s: Once it gave way: how long it would have rested yet.
+    """
 
     def __init__(
         self,
@@ -73,6 +83,10 @@ class Follower:
             sleep: Waits.
             rng: Spreads retries.
         """
+        self.failures = 0
+        self.gives_way: Callable[[], bool] | None = None
+        self.rest_s = 0.0
+        self._rests_until = 0.0
         self._run = keeper.state.run
         self._acts = acts
         self._keeper = keeper
@@ -88,12 +102,14 @@ class Follower:
         self._ready: Obtained | None = None
         self._activating: tuple[Obtained, asyncio.Task[Path]] | None = None
         self._resting: asyncio.Task[None] | None = None
-        self._failures = 0
         self._frozen = False
         self._held: int | None = None
 
     async def run(self) -> None:
-        """Follow. Ends by cancellation: fetching ends, a commit that has begun is finished."""
+        """Follow. Ends by cancellation: fetching ends, a commit that has begun is finished.
+
+        Also ends where it gives way.
+        """
         try:
             while True:
                 self._keeper.changed.clear()
@@ -101,9 +117,25 @@ class Follower:
                 self._tell_freshness()
                 if self._perform(next_step(self._situation())):
                     continue
+                if self._gives_way_now():
+                    self.rest_s = max(self._rests_until - self._now(), 0.0)
+                    return
                 await self._wait()
         finally:
             await self._end()
+
+    @property
+    def _only_rests(self) -> bool:
+        """Whether it rests after a failure and does nothing else."""
+        busy = self._obtaining or self._weighing or self._activating or self._ready
+        return self._resting is not None and busy is None
+
+    def _gives_way_now(self) -> bool:
+        return self._only_rests and self.gives_way is not None and self.gives_way()
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()
 
     # --- one round --------------------------------------------------------------------------
 
@@ -175,7 +207,7 @@ class Follower:
     def _outcome(self, ref: VersionRef, task: asyncio.Task[Obtained]) -> None:
         try:
             self._ready = task.result()
-            self._failures = 0
+            self.failures = 0
         except ShardcastError as error:
             if self._gone(ref):
                 self._emit_version(EventKind.SUPERSEDED, ref, error)
@@ -202,10 +234,12 @@ class Follower:
             self._updated(ready, path, accepted.head)
 
     def _failed(self, ref: VersionRef, error: ShardcastError) -> None:
-        self._failures += 1
+        self.failures += 1
         self._emit_version(EventKind.ERROR, ref, error)
-        cap = min(RETRY_FIRST_S * 2.0 ** min(self._failures, 16), RETRY_CAP_S)
-        self._resting = asyncio.ensure_future(self._rest(self._rng.uniform(0.0, cap)))
+        cap = min(RETRY_FIRST_S * 2.0 ** min(self.failures, 16), RETRY_CAP_S)
+        seconds = self._rng.uniform(0.0, cap)
+        self._rests_until = self._now() + seconds
+        self._resting = asyncio.ensure_future(self._rest(seconds))
 
     async def _rest(self, seconds: float) -> None:
         await self._sleep(seconds)
@@ -250,6 +284,8 @@ class Follower:
                 waits.add(task)
         changed = asyncio.ensure_future(self._keeper.changed.wait())
         helpers: list[asyncio.Future[Any]] = [changed]
+        if self._only_rests and self.gives_way is not None:
+            helpers.append(asyncio.ensure_future(self._rest(GIVE_WAY_LOOK_S)))
         accepted = self._keeper.accepted
         if accepted is not None:
             left_s = max(self._fresh_ms(accepted.head), 0) / 1000 + 0.001

@@ -15,6 +15,7 @@ from shardcast.errors import (
     ShardcastError,
     SourceStatusError,
     TrustError,
+    said_of,
 )
 from shardcast.events import EventKind, WorkerEvent
 from shardcast.protocol import trust
@@ -172,7 +173,7 @@ class HeadKeeper:
                 f"no source knows run {self.state.run!r}: {', '.join(self.errors)}",
                 source=next(iter(self.errors)),
             )
-        each = "; ".join(f"{url}: {error.message}" for url, error in self.errors.items())
+        each = "; ".join(said_of(url, error) for url, error in self.errors.items())
         return NetworkError(
             f"no source has a head of run {self.state.run!r}: {each or 'none answered'}",
             source=next(iter(self.errors), None),

@@ -4,7 +4,8 @@ Who holds ``state/run.lock`` leads: only it fetches, commits, evicts and remembe
 writes nothing that counts. It verifies heads, the one on disk too, against its own keys, and takes
 a version only if such a head names the manifest that lies there and its files are whole, as for any
 local version. It never moves ``current``. When the leader ends or dies, the kernel gives its lock
-to the first guest that asks; what the leader had verified is on disk.
+to the first guest that asks; what the leader had verified is on disk. A leader that failed without
+one more verified shard gives its lock away for its pause, if a guest waits (``state/guests.lock``).
 """
 
 from __future__ import annotations
@@ -26,11 +27,14 @@ from shardcast.protocol.head import Head, VersionRef
 from shardcast.protocol.limits import SKEW_MS
 from shardcast.protocol.trust import TrustState
 from shardcast.session import Obtained, WorkerSession
-from shardcast.store.locks import FileLock
+from shardcast.store.locks import FileLock, try_lock
 from shardcast.store.run import RunStore
 from shardcast.store.stored import StoredVersion
 from shardcast.upstream import HeadAnswer, Upstream, open_session
 from shardcast.worker_options import WorkerOptions
+
+LEAST_REST_S: Final = 1.0
+"""Whoever gave the lead away lets every guest ask some times before it asks again."""
 
 POLL_S: Final = 0.1
 """A try for the lock and two looks at names: cheap, and a commit is shared within this."""
@@ -58,7 +62,7 @@ async def open_worker(
 
     Raises:
         UsageError: If it belongs to another run, or no key is known or given.
-        StateError: If what is remembered is damaged.
+        StateError: If what is remembered is damaged, or ``current`` is no link.
     """
     emit = _serialised(observer)
     store = RunStore(options.out, options.run)
@@ -70,6 +74,7 @@ async def open_worker(
     )
     keeper = HeadKeeper(store, state, emit, remember=leading)
     if leading:
+        store.require_link()  # not after everything was fetched
         store.clean_leftovers()
     async with open_session(options.config, tls=options.tls) as http:
         upstreams = [Upstream(url, http, options.config) for url in options.sources]
@@ -127,6 +132,42 @@ def ref_of(stored: StoredVersion, manifest: str) -> VersionRef:
     )
 
 
+class WaitingMark:
+    """Tells a leader that somebody would lead in its place: a lock that guests share."""
+
+    def __init__(self, store: RunStore) -> None:
+        """Show nothing yet."""
+        self._path = store.root / "state" / "guests.lock"
+        self._fd: int | None = None
+
+    def show(self) -> None:
+        """Hold it, until ``hide`` or the end of the process; where it cannot be held, nobody knows."""
+        if self._fd is not None:
+            return
+        with suppress(OSError):
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            if try_lock(fd, exclusive=False):
+                self._fd = fd
+            else:  # the leader looks at it just now
+                os.close(fd)
+
+    def hide(self) -> None:
+        """Let go of it; harmless if it is not held."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def shown(self) -> bool:
+        """Say whether a guest holds it. For the leader, which does not."""
+        with suppress(OSError):
+            fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                return not try_lock(fd, exclusive=True)
+            finally:
+                os.close(fd)
+        return False
+
+
 class Guest:
     """A worker beside the one that leads.
 
@@ -139,6 +180,7 @@ class Guest:
         session: WorkerSession,
         lock: FileLock,
         *,
+        rest_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
@@ -147,6 +189,7 @@ class Guest:
         Args:
             session: Opened without leading.
             lock: Held by another process; taken over as soon as it can be.
+            rest_s: For so long others may lead: this one has just failed.
             clock: Monotonic seconds.
             sleep: Waits.
         """
@@ -156,6 +199,8 @@ class Guest:
         self._clock = clock
         self._sleep = sleep
         self._leader = ""
+        self._rests_until = clock() + rest_s
+        self._mark = WaitingMark(session.store)
         self.seen: int | None = None
         self._seen_head: Stamp | None = None
         self._changed_at = clock()
@@ -178,9 +223,14 @@ class Guest:
             UsageError: If OUT turns out to belong to another run.
             ShardcastError: What ``wanted`` raises.
         """
+        try:
+            return await self._wait_for(wanted)
+        finally:
+            self._mark.hide()
+
+    async def _wait_for(self, wanted: Callable[[], VersionRef]) -> tuple[Obtained, Path] | None:
         patience = self._session.options.config.give_up_after_s
-        while not self._lock.try_acquire():
-            self.tell_leader()
+        while not self._leads():
             self._check_run()
             ref = wanted()
             current = self._store.current()
@@ -213,11 +263,15 @@ class Guest:
         Raises:
             UsageError: If OUT turns out to belong to another run.
         """
+        try:
+            await self._follow(updated)
+        finally:
+            self._mark.hide()
+
+    async def _follow(self, updated: Updated) -> None:
         self.seen = self._store.current()
         while True:
-            leads = self._lock.try_acquire()
-            if not leads:
-                self.tell_leader()
+            leads = self._leads()
             self._check_run()
             await self._read_head()
             current = self._store.current()
@@ -297,6 +351,18 @@ class Guest:
 
     def _check_run(self) -> None:
         remembered(self._store)
+
+    def _leads(self) -> bool:
+        """Lead if that is possible; else wait, and let the leader know."""
+        if self._clock() < self._rests_until:
+            if self._lock.holder != f"process {os.getpid()}":
+                self.tell_leader()  # somebody has taken what this one gave away
+            return False
+        if self._lock.try_acquire():
+            return True
+        self._mark.show()
+        self.tell_leader()
+        return False
 
     def tell_leader(self) -> None:
         """Say whom this waits for, once for each leader."""

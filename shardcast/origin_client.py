@@ -42,6 +42,8 @@ MINIMUM_RATE_BYTES_PER_S: Final = 8 * 1024
 COMMIT_TIMEOUT_S: Final = 1800.0
 """Before it answers, an origin rebuilds shards from deltas, copies unchanged ones, syncs its disk."""
 ATTEMPTS: Final = 6
+SILENT_ATTEMPTS: Final = 2
+"""Of them, those that may end by a timeout: a minute each, in which nothing came."""
 PAUSE_FIRST_S: Final = 0.25
 PAUSE_CAP_S: Final = 5.0
 RETRY_AFTER_CAP_S: Final = 30.0
@@ -64,6 +66,29 @@ class Body:
     data: bytes = b""
     path: Path | None = None
     offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """A moment by which an origin must have taken everything, shared by several clients.
+
+    Attributes:
+        seconds: How long that was when it began, for messages.
+        at: The moment, monotonic seconds.
+    """
+
+    seconds: float
+    at: float
+
+    @classmethod
+    def after(cls, seconds: float) -> Deadline:
+        """Begin now."""
+        return cls(seconds, time.monotonic() + seconds)
+
+    @property
+    def left_s(self) -> float:
+        """What is left of it."""
+        return self.at - time.monotonic()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +116,19 @@ class OriginClient:
         url: Base URL of the origin.
         run: The run to publish to.
         token: The bearer token; never logged.
+        deadline: Until when everything must be done; None: however long it takes.
+
+    Attributes:
+        date_ms: What the origin's clock said with its last answer, Unix milliseconds.
 
     Raises:
         UsageError: If the URL is not one, or the token would travel in clear text.
     """
 
-    def __init__(self, url: str, run: str, token: str) -> None:
+    def __init__(self, url: str, run: str, token: str, deadline: Deadline | None = None) -> None:
         self.url = url.rstrip("/")
+        self.date_ms: int | None = None
+        self._deadline = deadline
         self.run = run
         self._token = token
         self._parts = _check_url(self.url)
@@ -237,9 +268,15 @@ class OriginClient:
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
     ) -> Answer:
-        """Send one request, again after lost connections, 429 and 5xx, with growing pauses."""
+        """Send one request, again after lost connections, 429 and 5xx, with growing pauses.
+
+        An origin that is silent is asked less often: each time takes a minute.
+        """
         last: Exception | None = None
+        silences = tries = 0
         for attempt in range(ATTEMPTS):
+            self._require_time(last)
+            tries += 1
             cap = min(PAUSE_FIRST_S * 2**attempt, PAUSE_CAP_S)
             pause = random.uniform(0.0, cap)  # noqa: S311 - jitter
             try:
@@ -252,6 +289,9 @@ class OriginClient:
             except (OSError, http.client.HTTPException) as error:
                 last = error
                 self.close()
+                silences += isinstance(error, TimeoutError)
+                if silences >= SILENT_ATTEMPTS:
+                    break
             else:
                 busy = answer.status == http.client.TOO_MANY_REQUESTS
                 if answer.status < http.client.INTERNAL_SERVER_ERROR and not busy:
@@ -260,9 +300,27 @@ class OriginClient:
                 asked = wire.parse_retry_after(answer.headers.get("retry-after"), time.time())
                 pause += min(asked or 0.0, RETRY_AFTER_CAP_S)
             if attempt + 1 < ATTEMPTS:
-                time.sleep(pause)
+                time.sleep(self._within_deadline(pause))
+        self._require_time(last)
         raise NetworkError(
-            f"{method} {path} failed {ATTEMPTS} times, last: {last}", source=self.url
+            f"origin {self.url}: {method} {path} failed {tries} times, last: {last}",
+            source=self.url,
+        ) from last
+
+    def _within_deadline(self, seconds: float) -> float:
+        """Return so many seconds, or what is left if that is less."""
+        if self._deadline is None:
+            return seconds
+        return max(min(seconds, self._deadline.left_s), 0.001)
+
+    def _require_time(self, last: Exception | None) -> None:
+        if self._deadline is None or self._deadline.left_s > 0:
+            return
+        why = "" if last is None else f", last: {last}"
+        raise NetworkError(
+            f"origin {self.url} did not take it within {self._deadline.seconds:g} s{why}; nothing was "
+            "announced, and what arrived counts for the next try",
+            source=self.url,
         ) from last
 
     def _once(
@@ -286,13 +344,16 @@ class OriginClient:
         sock = connection.sock
         if body is not None:
             most = IDLE_TIMEOUT_S + body.length / MINIMUM_RATE_BYTES_PER_S
-            with _within(sock, most, "taking the body"):
+            with _within(sock, self._within_deadline(most), "taking the body"):
                 _send(sock, body)
+        timeout_s = self._within_deadline(timeout_s)
         sock.settimeout(timeout_s)
         with _within(sock, timeout_s, "the answer"):
             response = connection.getresponse()
             data = response.read(_MAX_ANSWER_BYTES)
         answer = Answer(response.status, {k.lower(): v for k, v in response.getheaders()}, data)
+        date = wire.parse_date(answer.headers.get("date"))
+        self.date_ms = None if date is None else int(date * 1000)
         if response.will_close or not response.isclosed():
             self.close()
         else:
@@ -302,12 +363,13 @@ class OriginClient:
     def _connect(self) -> http.client.HTTPConnection:
         if self._connection is None:
             host, port = self._parts.hostname or "", self._parts.port
+            timeout_s = self._within_deadline(CONNECT_TIMEOUT_S)
             if self._parts.scheme == "https":
                 self._connection = http.client.HTTPSConnection(
-                    host, port, timeout=CONNECT_TIMEOUT_S, context=ssl.create_default_context()
+                    host, port, timeout=timeout_s, context=ssl.create_default_context()
                 )
             else:
-                self._connection = http.client.HTTPConnection(host, port, timeout=CONNECT_TIMEOUT_S)
+                self._connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
             self._connection.connect()
             self._connection.sock.settimeout(IDLE_TIMEOUT_S)
             with contextlib.suppress(OSError):

@@ -36,6 +36,7 @@ from shardcast.publishing import (
 )
 from shardcast.staging import stage_files, take_back
 from shardcast.store.retention import Collected, collect, unreachable_versions
+from shardcast.store.roles import claim_for_publishing
 from shardcast.store.run import RunStore
 
 
@@ -56,7 +57,8 @@ def publish_directory(
         observer: Hears the progress.
 
     Raises:
-        UsageError: If there is nothing to publish, or linking is not possible.
+        UsageError: If there is nothing to publish, linking is not possible, or the store is a
+            relay's.
         BusyError: If another publisher of the run does not end within ten minutes.
         ModifiedError: If the directory changed meanwhile; nothing was announced.
         TrustError: If the run belongs to another key.
@@ -64,6 +66,7 @@ def publish_directory(
     """
     watch = observer or SilentObserver()
     require_apart(options.source, run.root)
+    claim_for_publishing(run.root.parent, take_over=options.take_over)
     with publishing(run, watch):
         selection = settled_selection(options)
         head = last_head(run, signers, now_ms())

@@ -59,6 +59,7 @@ class PublishOptions:
         delta: Whether to announce a delta from the version before.
         delta_bases: Further bases: 2 is the version before the last one. Only those on disk count.
         compress: Whether to announce a compressed copy, too.
+        take_over: Make the store an origin's, even if it is a relay's.
     """
 
     source: Path
@@ -75,6 +76,7 @@ class PublishOptions:
     delta: bool = True
     delta_bases: Sequence[int] = ()
     compress: bool = False
+    take_over: bool = False
 
     def __post_init__(self) -> None:
         """Check what would otherwise be found out after everything was hashed.

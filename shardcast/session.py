@@ -69,6 +69,7 @@ class WorkerSession:
         sources: Where heads and blobs come from.
         activator: Commits and evicts.
         emit: Takes events.
+        fruitless: Whether the last try to obtain a version failed without one more verified shard.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class WorkerSession:
         self.keeper = keeper
         self.emit = emit
         self.sources = SourceSet(options, upstreams, keeper, emit)
+        self.fruitless = False
         self._scans = Scans(store, options.threads)
         self._documents = threading.Lock()
         self._delta_documents = DeltaDocuments()
@@ -100,7 +102,7 @@ class WorkerSession:
         Raises:
             ShardcastError: As ``DocumentFetcher.version`` and ``Obtainer.obtain`` say.
         """
-        return await self.in_thread(lambda cancel: self._obtain(ref, cancel))
+        return await self.in_thread(lambda cancel: self._try(ref, cancel))
 
     async def ref_of(self, manifest: str) -> VersionRef:
         """Return the entry of a version that no head lists (any more), by its manifest.
@@ -124,6 +126,21 @@ class WorkerSession:
         if stored is None or not stored.committed or not stored.complete or stored.damaged:
             return None
         return stored if stored.version.manifest == manifest else None
+
+    def _try(self, ref: VersionRef, cancel: Cancel) -> Obtained:
+        before = self._shards_here(ref.version)
+        self.fruitless = False
+        try:
+            return self._obtain(ref, cancel)
+        except ShardcastError:
+            self.fruitless = self._shards_here(ref.version) <= before
+            raise
+
+    def _shards_here(self, number: int) -> int:
+        with suppress(ShardcastError):
+            stored = self.store.stored(number)
+            return 0 if stored is None else len(stored.present())
+        return 0
 
     def _obtain(self, ref: VersionRef, cancel: Cancel) -> Obtained:
         tally = Tally(total_bytes=ref.bytes)
@@ -332,7 +349,7 @@ class WorkerSession:
                 bytes_total=ref.bytes,
             )
         failures = {**self.keeper.errors, **self.sources.failures}
-        return deadline.too_late(self.options.run, seconds, progress, failures)
+        return deadline.too_late(self.options.run, seconds, progress, failures, self.sources.urls)
 
     def emit_version(
         self,

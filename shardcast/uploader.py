@@ -24,6 +24,7 @@ from shardcast.announcing import issue_for, publishing, require_owner
 from shardcast.delta_publishing import delta_bases, further_deltas, leased
 from shardcast.deltas import Delta
 from shardcast.errors import (
+    ClockError,
     DiskError,
     IntegrityError,
     MalformedError,
@@ -41,7 +42,7 @@ from shardcast.protocol.digest import digest_of
 from shardcast.protocol.envelope import Signer, seal
 from shardcast.protocol.head import Head, VersionRef, encode_head
 from shardcast.protocol.layout import Extent, Layout, decode_layout, encode_layout
-from shardcast.protocol.limits import ONE_SHOT_EXPIRY_MS
+from shardcast.protocol.limits import MAX_FUTURE_MS, ONE_SHOT_EXPIRY_MS
 from shardcast.publishing import (
     Documents,
     Published,
@@ -166,6 +167,7 @@ def _remote_head(
     client: OriginClient, memory: RunStore, signers: Sequence[Signer], now_ms: int
 ) -> tuple[bytes | None, Head | None]:
     envelope = client.head()
+    _require_clock(client, now_ms)
     if envelope is None:
         return None, None
     keys = [signer.public_key for signer in signers]
@@ -175,6 +177,21 @@ def _remote_head(
     require_owner(accepted.state, signers, source=client.url)
     memory.write_trust(accepted.state)
     return envelope, accepted.head
+
+
+def _require_clock(client: OriginClient, now_ms: int) -> None:
+    """Check that readers would not refuse what this clock signs, before anything is hashed.
+
+    Raises:
+        ClockError: If the origin's clock is more than a day behind ours.
+    """
+    ahead_ms = 0 if client.date_ms is None else now_ms - client.date_ms
+    if ahead_ms > MAX_FUTURE_MS:
+        raise ClockError(
+            f"this machine's clock is {ahead_ms / 3_600_000:.1f} hours ahead of the origin's, so "
+            "readers would refuse what it signs; set the clock that is wrong. Nothing was published",
+            source=client.url,
+        )
 
 
 def _announce(

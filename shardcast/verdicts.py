@@ -13,7 +13,13 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from shardcast.config import NetConfig
-from shardcast.errors import IntegrityError, NetworkError, ShardcastError, SourceStatusError
+from shardcast.errors import (
+    IntegrityError,
+    NetworkError,
+    ShardcastError,
+    SourceStatusError,
+    said_of,
+)
 from shardcast.fetch import Fetched
 from shardcast.flights import Flight, Notice
 from shardcast.selector import Selector
@@ -148,7 +154,7 @@ class Verdicts:
     def each(self) -> str:
         """Return each source and its last failure."""
         return "; ".join(
-            f"{url}: {self._errors[url].message if url in self._errors else 'not asked'}"
+            said_of(url, self._errors[url]) if url in self._errors else f"{url}: not asked"
             for url in self._sources
         )
 

@@ -31,7 +31,15 @@ from shardcast.events import EventKind, Observer, WorkerEvent
 from shardcast.follow import Follower
 from shardcast.hooks import UpdateHook
 from shardcast.iterating import FollowThread
-from shardcast.joining import Guest, Updated, lock_of, open_worker, ref_of
+from shardcast.joining import (
+    LEAST_REST_S,
+    Guest,
+    Updated,
+    WaitingMark,
+    lock_of,
+    open_worker,
+    ref_of,
+)
 from shardcast.protocol import trust
 from shardcast.protocol.digest import is_digest
 from shardcast.protocol.head import Head, VersionRef
@@ -304,19 +312,24 @@ class Worker:
 
     async def _follow(self, updated: Updated) -> None:
         """Follow beside another worker while there is one, then lead. Ends by an error only."""
-        lock, seen = lock_of(self.options), None
+        lock, seen, failures, rest_s = lock_of(self.options), None, 0, 0.0
         try:
-            if not lock.try_acquire():
-                async with open_worker(self.options, self._observer, leading=False) as session:
-                    self._following = session
-                    guest = Guest(session, lock)
-                    async with watching(session):
-                        await guest.follow(updated)
-                    seen = guest.seen
-            async with open_worker(self.options, self._observer, leading=True) as session:
-                self._following, self._leads = session, True
-                await self._lead(session, updated, seen)
+            while True:
+                if rest_s > 0 or not lock.try_acquire():
+                    async with open_worker(self.options, self._observer, leading=False) as session:
+                        self._following = session
+                        guest = Guest(session, lock, rest_s=rest_s)
+                        async with watching(session):
+                            await guest.follow(updated)
+                        seen = guest.seen
+                async with open_worker(self.options, self._observer, leading=True) as session:
+                    self._following, self._leads = session, True
+                    follower = await self._lead(session, updated, seen, failures)
+                    self._leads = False
+                failures, rest_s = follower.failures, max(follower.rest_s, LEAST_REST_S)
+                lock.release()
         finally:
+            self._leads = False
             lock.release()
 
     async def _lead(
@@ -324,7 +337,10 @@ class Worker:
         session: WorkerSession,
         updated: Updated,
         seen: int | None,
-    ) -> None:
+        failures: int,
+    ) -> Follower:
+        """Follow the sources, until it should give way to a guest that waits; return how it went."""
+        mark = WaitingMark(session.store)
         session.activator.recycle()
         current = await self._current(session)
         if current is not None:
@@ -338,6 +354,8 @@ class Worker:
                 accept_expired=self.options.accept_expired,
                 current=current,
             )
+            follower.failures = failures
+            follower.gives_way = lambda: session.fruitless and mark.shown()
             running = asyncio.ensure_future(follower.run())
             try:
                 await asyncio.wait([running, task], return_when=asyncio.FIRST_COMPLETED)
@@ -346,7 +364,8 @@ class Worker:
                 await asyncio.gather(running, return_exceptions=True)
             for ended in (task, running):
                 if ended.done() and not ended.cancelled():
-                    ended.result()  # it only ends by an error
+                    ended.result()  # the watcher only ends by an error
+        return follower
 
     async def _finish(
         self, session: WorkerSession, current: tuple[int, str], updated: Updated, seen: int | None

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from shardcast.cli.options import (
+    DESTINATION,
     DISK,
     TRUST,
     DurabilityChoice,
@@ -24,7 +25,7 @@ from shardcast.cli.options import (
 )
 from shardcast.cli.output import Output, is_terminal, unix_ms
 from shardcast.cli.progress import Counter, Meters, meters
-from shardcast.cli.units import count, duration, rate, size
+from shardcast.cli.units import count, duration, parse_time, rate, size
 from shardcast.cli.xdg import default_store, remote_cache, remote_memory
 from shardcast.errors import UsageError
 
@@ -162,8 +163,26 @@ def publish(
             rich_help_panel=DISK,
         ),
     ] = DurabilityChoice.SYNC,
+    take_over: Annotated[
+        bool,
+        typer.Option(
+            "--take-over",
+            help="Make the store an origin's, although a relay below parents has used it.",
+            rich_help_panel=DISK,
+        ),
+    ] = False,
     to: ToOption = None,
     token_file: TokenFileOption = None,
+    deadline: Annotated[
+        str | None,
+        typer.Option(
+            "--deadline",
+            metavar="TIME",
+            help="With --to: give up after this long, such as 10m. What arrived is not sent again.",
+            show_default=False,
+            rich_help_panel=DESTINATION,
+        ),
+    ] = None,
     key: KeyOption = None,
     rotate_to: Annotated[
         Path | None,
@@ -190,6 +209,10 @@ def publish(
         raise UsageError("give either --store or --to, not both")
     if cache is not None and to is None:
         raise UsageError("--cache is for a remote origin: it goes with --to")
+    if to is None and deadline is not None:
+        raise UsageError("--deadline is for a remote origin: it goes with --to")
+    if to is not None and take_over:
+        raise UsageError("--take-over is for a local store: it cannot go with --to")
     options = PublishOptions(
         source=checkpoint,
         step=step,
@@ -203,6 +226,7 @@ def publish(
         delta=delta,
         delta_bases=parse_distances(delta_bases or ""),
         compress=compress,
+        take_over=take_over,
     )
     _require_checkpoint(options)
     if to is None:
@@ -220,7 +244,10 @@ def publish(
             known = check_run(run)
             here = remote_cache(to, known) if cache is None else cache / known
             require_apart(checkpoint, here)
-            published = _publish_remote(options, RunStore(here, run), to, token, signers, watch)
+            limit_s = None if deadline is None else parse_time(deadline, "--deadline")
+            published = _publish_remote(
+                options, RunStore(here, run), to, token, signers, watch, limit_s
+            )
         watch.finish()
     _show(out, published, watch)
     where = "" if store is None else f" --store {shlex.quote(str(store))}"
@@ -301,15 +328,18 @@ def _publish_remote(
     token: str,
     signers: tuple[Ed25519Signer, ...],
     watch: Watch,
+    limit_s: float | None,
 ) -> Published:
-    from shardcast.origin_client import OriginClient
+    from shardcast.origin_client import Deadline, OriginClient
     from shardcast.store.run import RunStore
     from shardcast.uploader import publish_remote
 
     memory = RunStore(remote_memory(url, cache.run), cache.run)
 
+    deadline = None if limit_s is None else Deadline.after(limit_s)
+
     def client() -> OriginClient:
-        return OriginClient(url, cache.run, token)
+        return OriginClient(url, cache.run, token, deadline)
 
     return publish_remote(options, memory, client, signers, unix_ms, watch, cache)
 

@@ -106,7 +106,8 @@ def relay(
         bool,
         typer.Option(
             "--take-over",
-            help="Take the place of the relay that serves this store, without a gap; or just start.",
+            help="Take the place of the relay that serves this store, without a gap, whatever role "
+            "the store had (origin or relay); or just start.",
             rich_help_panel=SERVING,
         ),
     ] = False,

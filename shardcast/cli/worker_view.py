@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Final
 from shardcast.cli.output import Output
 from shardcast.cli.progress import Meter, Meters
 from shardcast.cli.units import duration, rate, size
+from shardcast.errors import said_of
 
 if TYPE_CHECKING:
+    from shardcast.errors import ShardcastError
     from shardcast.events import WorkerEvent
 
 _QUIET_KINDS: Final = frozenset({"progress", "started"})
@@ -104,7 +106,7 @@ class WorkerView:
         elif kind == "thawed":
             self._out.notice(f"run {event.run}: a fresh head came")
         elif kind in ("source", "banned"):
-            self._say_once(event.source, f"{event.source}: {event.error}")
+            self._say_once(event.source, _said(event.source, event.error))
         elif kind in ("error", "delta_failed"):
             self._out.warning(f"{event.error}")
 
@@ -123,3 +125,7 @@ class WorkerView:
         if (source, text) not in self._told:
             self._told.add((source, text))
             self._out.notice(text)
+
+
+def _said(source: str | None, error: ShardcastError | None) -> str:
+    return f"{source}: {error}" if source is None or error is None else said_of(source, error)

@@ -89,6 +89,13 @@ class Version:
         return found
 
 
+def contradicts(one: Version, other: Version) -> bool:
+    """Say whether two versions of one number cannot both be its publisher's."""
+    if one.layout_digest != other.layout_digest:
+        return True
+    return one.complete and other.complete and one.manifest != other.manifest
+
+
 def bound_parts(layout: Layout, parts: Sequence[str]) -> None:
     """Check that a layout can have so many parts, before any of them is fetched.
 

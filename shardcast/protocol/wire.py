@@ -35,9 +35,10 @@ BLOB_CONTENT_TYPE: Final = "application/octet-stream"
 MAX_RETRY_AFTER_SECONDS: Final = 60.0
 
 # The unit in any case: RFC 9110 section 14.1.
-_RANGE = re.compile(r"^bytes=(\d{0,16})-(\d{0,16})\Z", re.ASCII | re.IGNORECASE)
+_RANGE = re.compile(r"^bytes=(\d*)-(\d*)\Z", re.ASCII | re.IGNORECASE)
 _CONTENT_RANGE = re.compile(r"^bytes (\d{1,16})-(\d{1,16})/(\d{1,16})\Z", re.ASCII | re.IGNORECASE)
 _NUMBER = re.compile(r"^\d{1,16}\Z", re.ASCII)
+_MOST_DIGITS: Final = 16
 _NODE = re.compile(r"^[0-9a-f]{8,64}\Z", re.ASCII)
 
 
@@ -130,17 +131,23 @@ def parse_range(header: str | None, total: int) -> ByteRange | None:
     if not first and not last:
         return None
     if not first:
-        suffix = int(last)
+        suffix = _position(last)
         if suffix == 0 or total == 0:
             raise UnsatisfiableRangeError(f"range of the last {suffix} of {total} bytes")
         return ByteRange(max(0, total - suffix), total, total)
-    start = int(first)
-    stop = int(last) + 1 if last else total
+    start = _position(first)
+    stop = _position(last) + 1 if last else total
     if last and stop <= start:
         return None
     if start >= total:
         raise UnsatisfiableRangeError(f"range begins at {start} of {total} bytes")
     return ByteRange(start, min(stop, total), total)
+
+
+def _position(digits: str) -> int:
+    """Return a byte position, or one beyond every blob where it has more digits than any of those."""
+    digits = digits.lstrip("0")
+    return int(digits or "0") if len(digits) <= _MOST_DIGITS else 10**_MOST_DIGITS
 
 
 def parse_content_range(header: str | None) -> ByteRange | None:

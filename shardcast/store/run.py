@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Final
 
 from shardcast.errors import NotFoundError, StateError
-from shardcast.protocol.manifest import Version
+from shardcast.protocol.manifest import Version, contradicts
 from shardcast.store.abandoned import is_hidden_temporary, remove_abandoned
 from shardcast.store.files import (
     FULL,
@@ -91,7 +91,9 @@ class RunStore(RunRecords):
         """Return where a staged version lies."""
         return self.root / "state" / "staging" / f"{number:06d}"
 
-    def stage(self, version: Version, *, files: bool = True) -> StoredVersion:
+    def stage(
+        self, version: Version, *, files: bool = True, replace: bool = False
+    ) -> StoredVersion:
         """Begin or resume a version: its files get their full size, its journal is opened.
 
         What another layout left under the same number in staging is removed.
@@ -99,14 +101,17 @@ class RunStore(RunRecords):
         Args:
             version: What its documents say; the documents must lie in ``blobs/`` already.
             files: False where the caller makes the files (links, clones) before it calls.
+            replace: Remove what contradicts it, also committed, unless it is being read.
 
         Raises:
-            StateError: If a committed version of that number has another layout.
+            StateError: If a committed version of that number has another layout, and stays.
             DiskFullError: If there is no room.
         """
         number = version.number
         with self._lock:
             here = self.stored(number) or self._adopt(version)
+            if replace and here is not None and contradicts(here.version, version):
+                here = None if self.evict(number) else here
             if here is not None and here.version.layout_digest == version.layout_digest:
                 here.update(version)
                 self.save_state(here.version)
@@ -217,7 +222,13 @@ class RunStore(RunRecords):
     # --- current ----------------------------------------------------------------------------
 
     def switch_current(self, number: int) -> None:
-        """Point ``current`` at a committed version: atomic, never absent, never half."""
+        """Point ``current`` at a committed version: atomic, never absent, never half.
+
+        Raises:
+            StateError: As ``require_link``.
+            DiskError: If the system refuses.
+        """
+        self.require_link()
         link = self.root / "current"
         temporary = self.root / f".current.{os.getpid()}.{next(_unique)}.tmp"
         with disk_errors(link, "switching"):
@@ -228,6 +239,21 @@ class RunStore(RunRecords):
                 temporary.unlink(missing_ok=True)
                 raise
             fsync_directory(self.root)
+
+    def require_link(self) -> None:
+        """Check that ``current`` may be switched.
+
+        Raises:
+            StateError: If it is something else than a link, which is not ours to remove.
+        """
+        link = self.root / "current"
+        if os.path.lexists(link) and not os.path.islink(link):
+            kind = "directory" if os.path.isdir(link) else "file"
+            raise StateError(
+                f"{link} is a {kind}, and a link to the version in use belongs there: move it "
+                "away or remove it; it is made again",
+                source=str(link),
+            )
 
     def current(self) -> int | None:
         """Return the number of the version that ``current`` names, or None."""

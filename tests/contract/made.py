@@ -132,7 +132,13 @@ def make_head(
 
 
 def publish(
-    store: Path, source: Path, files: Mapping[str, bytes], *, run: str = RUN, key: int = 1
+    store: Path,
+    source: Path,
+    files: Mapping[str, bytes],
+    *,
+    run: str = RUN,
+    key: int = 1,
+    take_over: bool = False,
 ) -> str:
     """Publish files into a local store as a publisher does; return the manifest's digest."""
     source.mkdir(parents=True, exist_ok=True)
@@ -141,7 +147,9 @@ def publish(
         (source / path).write_bytes(data)
     opened = Store(store)
     try:
-        options = PublishOptions(source=source, durability=Durability.NONE, threads=1)
+        options = PublishOptions(
+            source=source, durability=Durability.NONE, threads=1, take_over=take_over
+        )
         done = publish_directory(
             options,
             opened.run(run, create=True),

@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from relay.handover import DOOR_NAME, _short_path, encode
-from relay.keeping import LOCK_NAME
 from shardcast.protocol.digest import digest_of
 from shardcast.store.locks import FileLock
+from shardcast.store.roles import RELAY_LOCK
 from tests.contract.made import RUN, SHARD, make_head, make_version, noise
 from tests.contract.relays import config, limits, path_of, running, wait_head, wait_ready
 from tests.contract.scripted import ScriptedParent
@@ -52,7 +52,7 @@ async def test_what_another_process_may_be_writing_is_fetched_for_its_readers_al
 ) -> None:
     parent, store = ScriptedParent(), tmp_path
     parent.serve(make_head(VERSION), VERSION)
-    other = FileLock(store / LOCK_NAME, what="the store")
+    other = FileLock(store / RELAY_LOCK, what="the store")
     async with parent.running(), predecessor(store) as listening:
         other.acquire()
         settings = config(

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from shardcast.protocol.head import VersionRef
 from tests.fakes import Action, FakeRun, Request, Until, new_signer
 from tests.faults.criteria import SHARD, assert_version, criteria, published
 from tests.faults.machine import stopped
-from tests.faults.upstream import Upstream
+from tests.faults.upstream import Flipped, Head, Play, Upstream
 from tests.faults.world import needed_bytes, small_version, worker
 from tests.unit.worker.conftest import QUICK
 
@@ -49,7 +50,13 @@ class Place:
         return self.root / "out"
 
     def start(
-        self, command: str, name: str, *options: str, run: FakeRun | None = None, key: bytes = b""
+        self,
+        command: str,
+        name: str,
+        *options: str,
+        run: FakeRun | None = None,
+        key: bytes = b"",
+        upstream: Upstream | None = None,
     ) -> Process:
         """Start ``pull`` or ``follow`` on the directory; ``follow`` notes each hook's version."""
         run = run or self.run
@@ -57,7 +64,7 @@ class Place:
         pem.write_bytes(public_pem(key or run.keys[0]))
         hook = ["--on-update", f"echo $SHARDCAST_VERSION >> {self.root / name}.hooks"]
         argv = shardcast(
-            command, run.name, "--from", self.upstream.url, "--out", self.out, "--pubkey", pem,
+            command, run.name, "--from", (upstream or self.upstream).url, "--out", self.out, "--pubkey", pem,
             "--durability", "none", "--json", *(hook if command == "follow" else ()), *options,
         )  # fmt: skip
         return self.processes.start(argv, name=name)
@@ -250,6 +257,66 @@ def test_a_leader_that_is_stopped_is_waited_for_and_named(place: Place) -> None:
         verdict.waive("c", "the guest is the other")
         assert guest.stop()
         assert leader.stop()
+
+
+# --- a leader that has only bad sources -------------------------------------------------------
+
+
+@contextmanager
+def lying(run: FakeRun, number: int) -> Iterator[Upstream]:
+    """A source whose documents are right, and every shard of a version wrong."""
+    with Upstream(run) as upstream:
+        wrong = frozenset(run.shard_digests(number))
+        upstream.play(Play((Head(), Flipped(0)), on=wrong, times=None))
+        yield upstream
+
+
+@pytest.mark.fault(20)
+@pytest.mark.parametrize("command", ["pull", "follow"])
+def test_a_leader_that_gets_nothing_gives_the_lead_to_who_waits(place: Place, command: str) -> None:
+    shards = set(place.run.shard_digests(1))
+    papers = sum(len(data) for digest, data in place.run.blobs.items() if digest not in shards)
+    with lying(place.run, 1) as upstream, criteria(published(place.run)) as verdict:
+        verdict.watch(place.out)
+        first = place.start("follow", "first", upstream=upstream)
+        first.wait_event("error", timeout=WAIT_S)
+        second = place.start(command, "second")
+        waits_for(second, first)
+        assert committed(second, 1)["bytes_fetched"] > 0
+        if command == "pull":
+            assert second.wait(timeout=WAIT_S) == 0
+        else:
+            waits_for(first, second)
+            assert committed(first, 1)["bytes_fetched"] == 0
+            place.run.publish(small_version(2))  # and the second one leads on
+            assert committed(second, 2)["bytes_fetched"] > 0
+            assert committed(first, 2)["bytes_fetched"] == 0
+            assert second.stop()
+        verdict.named([str(first.events("error")[0])], upstream.url)
+        verdict.recovered(place.out, 2 if command == "follow" else 1)
+        needed = needed_bytes(place.run) - papers  # the first one has fetched them
+        verdict.fetched(place.upstream.sent_for(place.run), needed, failures=0)
+        verdict.waive("c", "the second one is the other")
+        assert first.stop()
+
+
+@pytest.mark.fault(20)
+def test_two_that_get_nothing_take_turns_no_more_often_than_they_rest(place: Place) -> None:
+    with lying(place.run, 1) as upstream:
+        names = ("a", "b")
+        workers = [place.start("follow", name, upstream=upstream) for name in names]
+        for worker_ in workers:  # both have led, and have given the lead away
+            worker_.wait_event("error", timeout=WAIT_S)
+        for one, other in (workers, workers[::-1]):
+            waits_for(one, other)
+        upstream.heal()
+        for worker_ in workers:
+            committed(worker_, 1)
+            errors, waits = worker_.events("error"), worker_.events("waiting")
+            assert len(waits) <= len(errors) + 1
+            assert {event["code"] for event in errors} == {"integrity"}
+        assert all(worker_.stop() for worker_ in workers)
+    assert_version(place.out, published(place.run), 1)
 
 
 # --- what is never shared ---------------------------------------------------------------------

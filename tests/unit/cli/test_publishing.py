@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from shardcast.cli.output import EVENT_MEMBERS
+from shardcast.store.roles import Role, claim_role, role_of
 from tests.models import make_model, step, write_model
 from tests.unit.cli.conftest import Cli
 
@@ -668,3 +669,18 @@ def test_a_run_s_directory_is_no_checkpoint(cli: Cli, store: Path, tmp_path: Pat
     assert not (tmp_path / "other").exists()
     version = store / "policy" / "versions" / "000001"
     assert cli("publish", version, "--store", tmp_path / "other").code == 0
+
+
+def test_the_command_says_which_store_and_what_to_do(tmp_path: Path, cli: Cli) -> None:
+    store, checkpoint = tmp_path / "store", tmp_path / "ckpt"
+    checkpoint.mkdir()
+    (checkpoint / "model.safetensors").write_bytes(bytes(1000))
+    claim_role(store, Role.RELAY)
+    argv = ("publish", str(checkpoint), "--store", str(store), "--json")
+    failed = cli(*argv)
+    assert failed.code == 2
+    assert f"store {store} is a relay's" in failed.stdout + failed.stderr
+    assert cli(*argv, "--take-over").code == 0
+    assert role_of(store) is Role.ORIGIN
+    failed = cli("publish", str(checkpoint), "--to", "http://127.0.0.1:1", "--take-over")
+    assert (failed.code, "--take-over is for a local store" in failed.stderr) == (2, True)

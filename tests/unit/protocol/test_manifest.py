@@ -1,5 +1,6 @@
 """Documents that are valid alone and do not belong together (mix and match)."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import msgspec
@@ -14,6 +15,7 @@ from shardcast.protocol.manifest import (
     assemble,
     assemble_open,
     bound_parts,
+    contradicts,
     decode_manifest,
     encode_manifest,
 )
@@ -156,3 +158,20 @@ def test_what_a_manifest_may_not_say() -> None:
         decode_manifest(msgspec.json.encode(twice))
     with pytest.raises(MalformedError, match="parts"):
         encode_manifest(A, [f"{i:064x}" for i in range(65537)])
+
+
+@pytest.mark.parametrize(
+    ("change", "contradiction"),
+    [
+        ({}, False),
+        ({"layout_digest": D}, True),
+        ({"manifest": E}, True),
+        ({"manifest": None}, False),  # open: its digests come one by one
+    ],
+)
+def test_what_cannot_both_be_one_version(
+    change: dict[str, str | None], contradiction: bool
+) -> None:
+    version = put_together([part(0, B, C), part(2, B)])
+    other: Version = dataclasses.replace(version, **change)  # type: ignore[arg-type]
+    assert contradicts(version, other) is contradicts(other, version) is contradiction

@@ -100,8 +100,6 @@ def test_ranges_of_rfc_9110(header: str, start: int, stop: int) -> None:
         "bytes=\u0661-\u0662",
         "items=0-1",
         "bytes=0-1\nX: y",
-        "bytes=99999999999999999999-",
-        "bytes=" + "9" * 5000 + "-",
     ],
 )
 def test_what_is_answered_with_the_whole(header: str | None) -> None:
@@ -116,6 +114,9 @@ def test_what_is_answered_with_the_whole(header: str | None) -> None:
         ("bytes=-0", 10000),
         ("bytes=0-", 0),
         ("bytes=-1", 0),
+        ("bytes=99999999999999999999-", 10000),
+        ("bytes=99999999999999999999-199999999999999999999", 10000),
+        ("bytes=" + "9" * 5000 + "-", 10000),
     ],
 )
 def test_what_is_answered_with_416(header: str, total: int) -> None:

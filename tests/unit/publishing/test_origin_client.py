@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
@@ -12,9 +13,13 @@ from pathlib import Path
 import pytest
 
 from shardcast import origin_client
-from shardcast.errors import NetworkError, RefusedError
-from shardcast.origin_client import Body, OriginClient
+from shardcast.errors import ClockError, NetworkError, RefusedError
+from shardcast.origin_client import Body, Deadline, OriginClient
 from shardcast.protocol.digest import digest_of
+from shardcast.protocol.envelope import Signer
+from shardcast.publishing import PublishOptions
+from shardcast.store.run import RunStore
+from shardcast.uploader import publish_remote
 from tests.fakes import Action, Gone, Request, ScriptedServer, Until, drip, response
 
 DATA = b"x" * 1000
@@ -49,10 +54,10 @@ def put(server: ScriptedServer, body: Body | None = None) -> None:
 )
 def test_an_answer_that_does_not_end_is_given_up(answer: object, pauses: list[float]) -> None:
     with ScriptedServer(answer) as server:  # type: ignore[arg-type]
-        with pytest.raises(NetworkError, match=r"failed 6 times.*(took over|timed out)"):
+        with pytest.raises(NetworkError, match=r"failed 2 times.*(took over|timed out)"):
             put(server)
-        assert len(server.requests) == origin_client.ATTEMPTS
-    assert len(pauses) == origin_client.ATTEMPTS - 1
+        assert len(server.requests) == origin_client.SILENT_ATTEMPTS
+    assert len(pauses) == origin_client.SILENT_ATTEMPTS - 1
 
 
 def test_an_origin_that_takes_a_body_too_slowly_is_given_up(
@@ -64,9 +69,9 @@ def test_an_origin_that_takes_a_body_too_slowly_is_given_up(
     path.write_bytes(bytes(64 << 20))
     never = threading.Event()
     with ScriptedServer(lambda request: [Until(never)]) as server:
-        with pytest.raises(NetworkError, match="failed 6 times"):
+        with pytest.raises(NetworkError, match="failed 2 times"):
             put(server, Body(64 << 20, path=path))
-        assert len(server.requests) == origin_client.ATTEMPTS
+        assert len(server.requests) == origin_client.SILENT_ATTEMPTS
         never.set()
 
 
@@ -122,3 +127,37 @@ def test_what_is_refused_is_not_asked_again(pauses: list[float]) -> None:
             put(server)
         assert len(server.requests) == 1
     assert pauses == []
+
+
+def test_a_deadline_ends_what_an_origin_does_not_answer_and_names_it() -> None:
+    """Whatever the single timeouts are; and nothing is asked any more once it is over."""
+    deadline = Deadline.after(0.3)
+    with ScriptedServer(lambda request: [Gone()]) as server:
+        one = OriginClient(server.url, "policy", "token", deadline)
+        with pytest.raises(
+            NetworkError, match=r"did not take it within 0\.3 s.*next try"
+        ) as caught:
+            one.put_blob(DIGEST, Body(len(DATA), DATA))
+        assert server.url in caught.value.message
+        with pytest.raises(NetworkError, match=r"did not take it within 0\.3 s"):
+            OriginClient(server.url, "policy", "token", deadline).head()
+        assert len(server.requests) == 1
+
+
+def test_a_clock_that_is_ahead_of_the_origins_publishes_nothing(
+    tmp_path: Path, checkpoint: Path, signer: Signer
+) -> None:
+    def answer(request: Request) -> Iterable[Action]:
+        date = format_datetime(datetime.now(UTC) - timedelta(hours=25), usegmt=True)
+        return [response(404, headers={"Date": date, "Connection": "close"})]
+
+    with ScriptedServer(answer) as server:
+        with pytest.raises(ClockError, match=r"25\.0 hours ahead of the origin's.*Nothing was"):
+            publish_remote(
+                PublishOptions(source=checkpoint),
+                RunStore(tmp_path / "memory", "policy"),
+                lambda: client(server),
+                [signer],
+                lambda: time.time_ns() // 1_000_000,
+            )
+        assert len(server.requests) == 1

@@ -17,6 +17,7 @@ from blake3 import blake3
 from shardcast import announcing, keys, staging
 from shardcast.errors import (
     BusyError,
+    ClockError,
     DiskFullError,
     ModifiedError,
     NotFoundError,
@@ -492,3 +493,19 @@ def test_a_damaged_stored_head_is_named_with_the_way_on(
     assert (
         publish_directory(PublishOptions(source=checkpoint), run, [signer], clock).ref.version == 3
     )
+
+
+def test_a_publication_with_a_clock_ahead_is_undone_as_the_message_says(
+    checkpoint: Path, run: RunStore, signer: Signer, clock: Clock
+) -> None:
+    options = PublishOptions(source=checkpoint)
+    publish_directory(options, run, [signer], clock)
+    head = (run.root / "head.json").read_bytes()  # and any relay serves it still
+    before, clock.now = clock.now, clock.now + 48 * 3600 * 1000
+    publish_directory(options, run, [signer], clock)
+    clock.now = before
+    with pytest.raises(ClockError, match=r"2\.0 days ahead.*Set this clock.*state/trust\.json"):
+        publish_directory(options, run, [signer], clock)
+    (run.root / "head.json").write_bytes(head)
+    (run.root / "state" / "trust.json").unlink()
+    assert publish_directory(options, run, [signer], clock).ref.version == 2

@@ -35,6 +35,8 @@ def test_it_says_what_is_missing_and_keeps_what_is_here(
     message = caught.value.message
     assert "version 1 of run 'policy' did not come within 1.5 s" in message
     assert f"{held} of 9 shards are missing" in message
+    assert f"{server.url}: no failure, it is still being waited for" in message
+    assert caught.value.source == server.url
     assert f"{here} of {total} bytes are here" in message
     assert caught.value.exit_code == 13
     assert not (tmp_path / "out" / "current").exists()
@@ -65,6 +67,7 @@ def test_no_head_in_time(tmp_path: Path, run: FakeRun) -> None:
     with Unaccepting() as hole, pytest.raises(NetworkError) as caught:
         worker(tmp_path / "out", run, hole.url, config=PATIENT, deadline_s=0.5).pull()
     assert "no acceptable head came within 0.5 s" in caught.value.message
+    assert f"{hole.url}: " in caught.value.message
 
 
 def test_no_documents_in_time(tmp_path: Path, run: FakeRun, server: RunServer) -> None:

@@ -13,7 +13,15 @@ import pytest
 
 from shardcast.errors import BusyError, DiskError, UsageError
 from shardcast.events import EventKind
-from shardcast.joining import Guest, lock_of, manifest_to_share, open_worker, remembered
+from shardcast.joining import (
+    POLL_S,
+    Guest,
+    WaitingMark,
+    lock_of,
+    manifest_to_share,
+    open_worker,
+    remembered,
+)
 from shardcast.protocol import trust
 from shardcast.protocol.head import Head, VersionRef
 from shardcast.protocol.limits import SKEW_MS
@@ -204,7 +212,7 @@ async def test_a_guest_remembers_nothing(tmp_path: Path, run: FakeRun, server: R
     with led(out), pytest.raises(BusyError):
         await worker(out, run, server).apull()
     assert sorted(os.listdir(out)) == ["state"]
-    assert os.listdir(out / "state") == ["run.lock"]
+    assert sorted(os.listdir(out / "state")) == ["guests.lock", "run.lock"]
     assert_is(await worker(out, run, server).apull(), run, 1)
 
 
@@ -250,3 +258,31 @@ async def test_a_version_that_goes_while_a_guest_looks_at_it_is_not_there(
     monkeypatch.setattr(RunStore, "stored", stored)
     with led(out), pytest.raises(BusyError, match="no progress"):
         await wait_for(out, run, server, 1, Clock(), Log())
+
+
+async def test_who_gave_the_lead_away_rests_before_it_asks_again_and_calls_nobody_meanwhile(
+    tmp_path: Path, run: FakeRun, server: RunServer
+) -> None:
+    clock, log = Clock(), Log()
+    options = worker(tmp_path / "out", run, server).options
+    mark = WaitingMark(RunStore(options.out, options.run))
+    assert not mark.shown()  # no guest was ever here
+    called: list[bool] = []
+    other, lock = lock_of(options), lock_of(options)
+    other.acquire()
+    clock.then = {
+        1: lambda: called.append(mark.shown()),  # it rests
+        5: lambda: called.append(mark.shown()),  # it waits
+        6: other.release,
+    }
+    async with open_worker(options, log, leading=False) as session:
+        guest = Guest(session, lock, rest_s=2.5 * POLL_S, clock=clock, sleep=clock.sleep)
+        await guest.follow(lambda *_: None)
+    assert (called, lock.held, mark.shown()) == ([False, True], True, False)
+    lock.release()
+    clock.then, before = {}, clock.now
+    async with open_worker(options, log, leading=False) as session:
+        guest = Guest(session, lock, rest_s=2.5 * POLL_S, clock=clock, sleep=clock.sleep)
+        await guest.follow(lambda *_: None)
+    assert clock.now - before >= 2.5 * POLL_S  # although nobody else wanted it
+    lock.release()

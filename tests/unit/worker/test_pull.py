@@ -25,6 +25,7 @@ from shardcast.errors import (
     NotFoundError,
     RollbackError,
     ShardcastError,
+    StateError,
     UnknownKeyError,
     UnsafePathError,
     UsageError,
@@ -832,3 +833,29 @@ def test_an_error_of_any_kind_gives_the_lock_back(
         with pytest.raises(ShardcastError) as caught:
             worker(out, run, server).pull(version=9)
         assert not isinstance(caught.value, BusyError)
+
+
+@pytest.mark.parametrize("kind", ["directory", "file"])
+def test_something_in_the_place_of_current_is_told_before_anything_is_fetched(
+    tmp_path: Path, run: FakeRun, server: RunServer, kind: str
+) -> None:
+    current = tmp_path / "out" / "current"
+    current.parent.mkdir()
+    current.mkdir() if kind == "directory" else current.touch()
+    with pytest.raises(StateError, match=rf"{current} is a {kind}, .*: move it away"):
+        worker(tmp_path / "out", run, server).pull()
+    assert server.blob_requests == []
+    assert current.exists()
+    current.rmdir() if kind == "directory" else current.unlink()
+    assert worker(tmp_path / "out", run, server).pull().version == 1
+
+
+def test_a_source_of_wrong_bytes_is_named_once(
+    tmp_path: Path, run: FakeRun, server: RunServer
+) -> None:
+    server.fault = lambda request, data: [
+        b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(data) + bytes(len(data))
+    ]
+    with pytest.raises(IntegrityError) as caught:
+        worker(tmp_path / "out", run, server).pull()
+    assert caught.value.message.count(server.url) == 1
