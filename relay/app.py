@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from relay.clients import Clients
 from relay.config import Prefetch, RelayConfig
-from relay.descriptors import raise_descriptor_limit
+from relay.descriptors import raise_descriptor_limit, telling_shortage
 from relay.following import ParentFeed, check_keys
 from relay.handlers import Handlers
 from relay.life import Life
@@ -68,7 +68,8 @@ async def serve(
         life = Life(node, server, feed, publishing, replaceable=stop is None)
         if stop is not None:
             life.stopping = stop
-        with contextlib.nullcontext() if stop is not None else _signals(loop, life):
+        signals = contextlib.nullcontext() if stop is not None else _signals(loop, life)
+        with telling_shortage(loop), signals:
             await life.run(ready)
     finally:
         await asyncio.to_thread(_close, node)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import resource
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
+
+from shardcast.store.descriptors import OUT_OF_DESCRIPTORS
 
 log = logging.getLogger("relay.descriptors")
 
@@ -16,6 +21,7 @@ _PER_FILL: Final = 3
 """A fill has a connection, a file and a lease on its version's directory."""
 _MOST_FILLS: Final = 16
 _FEW: Final = 1024
+_TELL_EVERY_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,3 +77,39 @@ def raise_descriptor_limit() -> None:
     if soft != hard:
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+@contextlib.contextmanager
+def telling_shortage(
+    loop: asyncio.AbstractEventLoop, clock: Callable[[], float] = time.monotonic
+) -> Iterator[None]:
+    """While the block runs, say in one line a minute that connections wait for descriptors.
+
+    asyncio stops accepting for a second then, and whoever connects waits in the kernel's queue. It
+    tells each try with a trace, up to 16 at once, which would fill a log in no time.
+    """
+    before = loop.get_exception_handler()
+    told_at = float("-inf")
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        nonlocal told_at
+        error = context.get("exception")
+        short = isinstance(error, OSError) and error.errno in OUT_OF_DESCRIPTORS
+        if not short or "accept" not in context.get("message", ""):
+            (before or _default)(loop, context)
+        elif clock() - told_at >= _TELL_EVERY_S:
+            told_at = clock()
+            log.warning(
+                "out of file descriptors: new connections wait until others are closed; raise the "
+                "limit (ulimit -n, LimitNOFILE=)"
+            )
+
+    loop.set_exception_handler(handle)
+    try:
+        yield
+    finally:
+        loop.set_exception_handler(before)
+
+
+def _default(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    loop.default_exception_handler(context)

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
+import socket
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -25,17 +27,17 @@ pytestmark = [pytest.mark.e2e, pytest.mark.fault(24)]
 
 DESCRIPTORS = 256
 RUNS = [f"run-{number:03d}" for number in range(200)]
-LIMITED = f"""
+LIMITED = """
 import os, resource, sys
-resource.setrlimit(resource.RLIMIT_NOFILE, ({DESCRIPTORS}, {DESCRIPTORS}))
-os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), int(sys.argv[1])))
+os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
 """
 LONG_S = 6 * PATIENCE_S
 
 
 @dataclass
 class Limited:
-    """A process that may have 256 descriptors."""
+    """A process that may have only so many descriptors."""
 
     process: asyncio.subprocess.Process
     log: Path
@@ -57,11 +59,14 @@ class Limited:
 
 
 @asynccontextmanager
-async def limited(log: Path, *arguments: str | Path) -> AsyncIterator[Limited]:
-    """Start a command that may have 256 descriptors; kill it at the end if it still runs."""
+async def limited(
+    log: Path, *arguments: str | Path, descriptors: int = DESCRIPTORS
+) -> AsyncIterator[Limited]:
+    """Start a command that may have so many descriptors; kill it at the end if it still runs."""
     with log.open("wb") as stderr:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", LIMITED, "-m", "shardcast", *map(str, arguments)),
+            *(sys.executable, "-c", LIMITED, str(descriptors)),
+            *("-m", "shardcast", *map(str, arguments)),
             stdout=asyncio.subprocess.PIPE,
             stderr=stderr,
         )
@@ -74,9 +79,12 @@ async def limited(log: Path, *arguments: str | Path) -> AsyncIterator[Limited]:
 
 
 @asynccontextmanager
-async def relay(root: Path, name: str, *options: str | Path) -> AsyncIterator[Limited]:
+async def relay(
+    root: Path, name: str, *options: str | Path, descriptors: int = DESCRIPTORS
+) -> AsyncIterator[Limited]:
     command = ("relay", "--store", root / name, "--listen", "127.0.0.1:0", *options)
-    async with limited(root / f"{name}.log", *command) as started:
+    log = root / f"{name}.log"
+    async with limited(log, *command, descriptors=descriptors) as started:
         assert started.process.stdout is not None
         line = await asyncio.wait_for(started.process.stdout.readline(), LONG_S)
         assert line, started.said()
@@ -209,3 +217,29 @@ async def test_a_worker_pulls_follows_and_serves(tmp_path: Path) -> None:
     for out in ("pulled", "followed"):
         found = {path.name: path.read_bytes() for path in (tmp_path / out / "current").iterdir()}
         assert found == files
+
+
+async def test_300_connections_at_64_descriptors_are_told_of_in_one_line(tmp_path: Path) -> None:
+    publish(tmp_path / "store", tmp_path / "ckpt", {"model": bytes(1000)}, run=RUNS[0])
+    async with relay(tmp_path, "store", descriptors=64) as origin:
+        host, port = origin.url.removeprefix("http://").split(":")
+        with contextlib.ExitStack() as stack:
+            os.kill(origin.process.pid, signal.SIGSTOP)
+            try:  # when it looks, all of them are there
+                for _ in range(300):
+                    sock = stack.enter_context(socket.socket())
+                    sock.setblocking(False)
+                    sock.connect_ex((host, int(port)))
+            finally:
+                os.kill(origin.process.pid, signal.SIGCONT)
+            await eventually(lambda: "out of file descriptors" in origin.said(), what="told")
+
+        async def serves() -> bool:
+            with contextlib.suppress(OSError):  # it has not noticed yet that the crowd has left
+                return (await http(origin.url, f"/v1/{RUNS[0]}/head")).status == 200
+            return False
+
+        await eventually(serves, what="it serves")
+        assert origin.said().count("out of file descriptors") == 1
+        assert "Traceback" not in origin.said()
+        assert "out of system resource" not in origin.said()

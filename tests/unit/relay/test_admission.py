@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 
 import pytest
@@ -17,7 +18,7 @@ from relay.admission import (
     forwarded_client,
 )
 from relay.config import Limits
-from relay.descriptors import share_out
+from relay.descriptors import share_out, telling_shortage
 from tests.clock import Clock
 
 
@@ -218,3 +219,21 @@ def test_a_bounded_number_of_clients_is_remembered() -> None:
     assert rate.remembered == MOST_REMEMBERED
     assert rate.ask(f"client {MOST_REMEMBERED + 499}") > 0
     assert rate.ask("client 0") == 0  # long forgotten
+
+
+async def test_a_shortage_is_told_once_a_minute_and_other_trouble_as_ever(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    loop, clock, others = asyncio.get_running_loop(), Clock(), list[str]()
+    loop.set_exception_handler(lambda _loop, context: others.append(context["message"]))
+    short = {"message": "socket.accept() out of system resource", "exception": OSError(24, "many")}
+    with telling_shortage(loop, clock):
+        for now in (0.0, 1.0, 59.0, 60.0):
+            clock.now = now
+            loop.call_exception_handler(short)
+        loop.call_exception_handler({"message": "a task broke", "exception": ValueError()})
+        loop.call_exception_handler({**short, "exception": OSError(5, "I/O")})
+    loop.call_exception_handler(short)
+    loop.set_exception_handler(None)
+    assert caplog.text.count("out of file descriptors") == 2
+    assert others == ["a task broke", short["message"], short["message"]]
