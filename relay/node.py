@@ -266,7 +266,8 @@ class Node:
         opened = run.open_now(known) or await asyncio.to_thread(run.open, known)
         if opened is None and await self._ready_to_fill(run, known):
             opened = await asyncio.to_thread(run.open, known)
-        return opened
+        # Its fill may have ended while a thread looked: without this look it would be fetched again.
+        return opened or run.open_now(known)
 
     async def _ready_to_fill(self, run: RelayRun, known: Known) -> bool:
         """Wait until a fill can be started that is kept; return whether there was a wait.
