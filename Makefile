@@ -17,6 +17,8 @@ BUILD_INPUTS := pyproject.toml setup.py shardcast/codec/_kernel.c
 
 # `make test ARGS="-k head -x"`; `make test COVERAGE=1` measures as well.
 ARGS ?=
+# Without ARGS the whole suite, its waiting half beside the other one (tests/__main__.py).
+SUITE := $(if $(ARGS),pytest $(ARGS),tests)
 COVERAGE ?=
 
 .PHONY: help test demo lint types coverage format clean
@@ -50,11 +52,11 @@ $(DEV_STAMP): $(VENV_STAMP) $(BUILD_INPUTS)
 ifdef COVERAGE
 test: $(DEV_STAMP)
 	@$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest $(ARGS)
+	$(BIN)/coverage run -m $(SUITE)
 	@$(BIN)/coverage combine --quiet
 else
 test: $(DEV_STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m $(SUITE)
 endif
 
 coverage:
