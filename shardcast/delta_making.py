@@ -49,6 +49,9 @@ KeepBlob = Callable[[str, bytes], None]
 RUN_AHEAD: Final = 4
 """Frames that may be done before an earlier one is: they wait in memory."""
 
+_KNOWN_SHARE: Final = 0.5
+"""A frame of which the base has less than this is no delta: it would only be a compressed copy, which costs
+every worker its decoding and is announced on demand (``--compress``)."""
 _DENSE: Final = 0.25
 """A frame that saves no more than this may hold shards that are better sent as they are."""
 
@@ -220,8 +223,12 @@ class DeltaMaker:
     def _frame(self, run: range, data: memoryview, raw: int) -> MadeFrame | None:
         """Make and try one frame; None if it is not worth it or does not rebuild its bytes."""
         base = self._contents or _NoBase()
+        pieces = self._map.pieces(run)
+        known = sum(piece.length for piece in pieces if piece.base is not None)
+        if self._base is not None and known < _KNOWN_SHARE * len(data):
+            return None
         try:
-            frame = encode_frame(data, self._map.pieces(run), base)
+            frame = encode_frame(data, pieces, base)
             if raw and len(frame) >= raw:
                 return None
             rebuilt = self._scratch(len(data))
