@@ -236,7 +236,8 @@ def test_sizes(publish: Publish, run: RunStore, elements: int) -> None:
     publish(old)
     publish(step(old, 1))
     head = head_of(run)
-    assert [len(check(run, head, number)) for number in (2, 3)] == [elements > 8, 1]
+    # A delta starts from the base: of 5 million elements it has too few, of 8 a delta saves nothing.
+    assert [len(check(run, head, number)) for number in (2, 3)] == [elements == 130_000, 1]
 
 
 def test_a_frame_holds_16_mib_and_blobs_follow_each_other(publish: Publish, run: RunStore) -> None:
@@ -352,9 +353,7 @@ def test_a_base_that_is_gone_or_cut_off_is_no_reason_to_fail(
     model = make_model()
     publish(model)
     os.truncate(run.version_directory(1) / "model.safetensors", 10)
-    done = publish(step(model, 1))
-    target = load(run, done.ref)
-    assert rebuild(run, target, only_delta(done), None, None)  # coded without it
+    assert publish(step(model, 1)).ref.deltas == []
     run.close()
     shutil.rmtree(run.version_directory(2))
     assert publish(step(model, 2)).ref.deltas == []
