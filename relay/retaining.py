@@ -15,6 +15,8 @@ from shardcast.store.retention import Held, Keep, choose_evictions, collect
 log = logging.getLogger("relay.retaining")
 
 EVERY_S = 5.0
+COLLECT_S = 30.0
+"""Longest time between two looks for leftovers."""
 
 
 def keep_of(node: Node) -> Keep:
@@ -76,7 +78,7 @@ class Retention:
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._collected: dict[str, int] = {}
+        self._collected: dict[str, tuple[int, float]] = {}
 
     async def run(self) -> None:
         """Look every few seconds until cancelled."""
@@ -90,9 +92,11 @@ class Retention:
         held, staged = await asyncio.to_thread(held_versions, run)
         evict = choose(self._node, run, held, staged)
         sequence = run.head.sequence if run.head is not None else 0
-        if not evict and self._collected.get(run.name) == sequence:
+        # What a full disk left behind goes once it is old enough, whether or not a new head comes.
+        before, at = self._collected.get(run.name, (-1, 0.0))
+        if not evict and before == sequence and self._node.clock() - at < COLLECT_S:
             return
-        self._collected[run.name] = sequence
+        self._collected[run.name] = sequence, self._node.clock()
         claimed = {number for number, _shard in run.claims}
         evict = tuple(number for number in evict if number not in claimed)
         for number in evict:
