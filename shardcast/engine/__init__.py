@@ -1,0 +1,1 @@
+"""Inference engines as the agent drives them: forms, drivers, decisions. No torch."""
