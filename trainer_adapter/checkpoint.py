@@ -1,0 +1,522 @@
+"""One committed version on this host, opened to be loaded: leased, verified, held.
+
+A version directory lies in a worker's ``OUT`` (``versions/N``) or a store's run, whose ``blobs/``
+hold the documents that the manifest's digest names. From that digest alone everything follows:
+which files there are, and what every byte of them must be.
+
+What is *opened* keeps a shared lock on the directory, so nobody evicts or recycles it, and a
+descriptor of each file, so it stays the same file whatever happens to its name. What is *verified*
+was hashed, shard by shard, and had its pages mapped. ``changed`` then tells by the files' identity
+whether the bytes can still be the ones that were hashed: a write, a truncation or another file under
+the name all change size, times or inode.
+
+Needs no torch but for ``tensors``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import mmap
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from blake3 import blake3
+
+from shardcast.codec.spans import Tensor, header_bytes, read_tensors
+from shardcast.errors import (
+    BusyError,
+    IntegrityError,
+    MalformedError,
+    MixAndMatchError,
+    NotFoundError,
+    ShardcastError,
+)
+from shardcast.protocol.digest import digest_of
+from shardcast.protocol.head import VersionRef
+from shardcast.protocol.layout import decode_layout, decode_part
+from shardcast.protocol.limits import MAX_DOCUMENT_BYTES, MIB
+from shardcast.protocol.manifest import Version, assemble, decode_manifest
+from shardcast.sharing import Stopping, share_out
+from shardcast.store.files import disk_errors, read_into
+from shardcast.store.locks import try_lock
+
+if TYPE_CHECKING:
+    import torch
+
+INDEX: Final = "model.safetensors.index.json"
+CONFIG: Final = "config.json"
+MAX_JSON_BYTES: Final = 64 * MIB
+"""An index of a model with 100,000 tensors has about 10 MB."""
+
+_POPULATE_READ: Final = 22
+"""MADV_POPULATE_READ of Linux 5.14; Python 3.11 has no name for it."""
+_CHUNK_BYTES: Final = MIB
+_NUMBERS: Final = re.compile(r"(\d+)")
+
+DTYPES: Final[Mapping[str, tuple[str, int]]] = {
+    "BF16": ("bfloat16", 2),
+    "F16": ("float16", 2),
+    "F32": ("float32", 4),
+    "F64": ("float64", 8),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "F8_E8M0": ("float8_e8m0fnu", 1),
+    "I8": ("int8", 1),
+    "I16": ("int16", 2),
+    "I32": ("int32", 4),
+    "I64": ("int64", 8),
+    "U8": ("uint8", 1),
+    "U16": ("uint16", 2),
+    "U32": ("uint32", 4),
+    "U64": ("uint64", 8),
+    "BOOL": ("bool", 1),
+    "C64": ("complex64", 8),
+}
+"""By safetensors' name: torch's name, bytes of an element."""
+
+Progress = Callable[[int], None]
+"""Called with the bytes hashed since the last call, from any thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """A tensor as its header describes it; ``dtype`` is torch's name."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+    offset: int
+    length: int
+
+
+Identity = tuple[int, int, int, int, int]
+"""Device, inode, size, mtime and ctime in nanoseconds."""
+
+
+def _identity(stat: os.stat_result) -> Identity:
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+
+
+class StoppedError(ShardcastError):
+    """The caller wanted no more of it: another version took its place."""
+
+    code = "stopped"
+
+
+class _File:
+    """An open file of a version: descriptor, identity when it was opened, its mapping."""
+
+    def __init__(self, path: str, fd: int) -> None:
+        self.path = path
+        self.fd = fd
+        self.identity = _identity(os.fstat(fd))
+        self.map: mmap.mmap | None = None
+
+    def mapped(self) -> mmap.mmap:
+        """Return the mapping: private, so that whoever writes to a tensor changes no file."""
+        if self.map is None:
+            self.map = mmap.mmap(self.fd, self.identity[2], access=mmap.ACCESS_COPY)
+        return self.map
+
+
+class Checkpoint:
+    """A version that is opened. Not thread-safe; close it when nothing loads from it any more.
+
+    Attributes:
+        version: What its documents say.
+        directory: Where it lies.
+        verified: Whether ``verify`` ended well.
+        specs: Its tensors by name, in the order in which they are loaded; after ``verify``.
+    """
+
+    def __init__(self, path: Path, *, run: str, version: int, digest: str) -> None:
+        """Open a version directory and lease it.
+
+        Args:
+            path: The directory, or a link to it.
+            run: Its run.
+            version: Its number.
+            digest: Its manifest's digest, which decides.
+
+        Raises:
+            NotFoundError: If the directory or a document is not there.
+            IntegrityError: If a document is not what its digest says.
+            MixAndMatchError, MalformedError: If the documents are of something else.
+            BusyError: If the version is being evicted.
+            DiskError: If the system refuses.
+        """
+        self.directory = Path(os.path.realpath(path))
+        self.verified = False
+        self.specs: dict[str, Spec] = {}
+        self._files: dict[str, _File] = {}
+        self._lease = _leased(self.directory)
+        try:
+            self.version = load_documents(self.directory, run=run, version=version, digest=digest)
+            self._sizes = {entry.path: entry.bytes for entry in self.version.layout.files}
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def digest(self) -> str:
+        """Its manifest's digest."""
+        return str(self.version.manifest)
+
+    # --- verifying --------------------------------------------------------------------------
+
+    def verify(
+        self, progress: Progress = lambda count: None, *, threads: int = 1,
+        stopping: Callable[[], bool] = lambda: False,
+    ) -> None:  # fmt: skip
+        """Hash what is to be loaded, read the headers, make the pages resident.
+
+        Args:
+            progress: Hears of the bytes that were hashed.
+            threads: How many hash.
+            stopping: Says when to give up.
+
+        Raises:
+            IntegrityError: If a byte is not what the publisher signed; names file and shard.
+            NotFoundError: If a file is missing.
+            MalformedError: If the files are no checkpoint.
+            StoppedError: If ``stopping`` said so.
+            DiskError: If the system refuses.
+        """
+        self.verified = False
+        self._forget_files()
+        self._hash([path for path in (CONFIG, INDEX) if path in self._sizes], progress, 1, stopping)
+        weights = self._weight_files()
+        self._hash(weights, progress, threads, stopping)
+        self.specs = self._read_headers(weights)
+        for path in weights:
+            _make_resident(self._files[path])
+        if (reason := self.changed()) is not None:
+            raise IntegrityError(f"{reason} while it was verified", source=str(self.directory))
+        self.verified = True
+
+    @property
+    def bytes(self) -> int:
+        """How much ``verify`` hashes at most."""
+        return sum(
+            size
+            for path, size in self._sizes.items()
+            if path.endswith(".safetensors") or path in (CONFIG, INDEX)
+        )
+
+    def changed(self) -> str | None:
+        """Say why the files cannot be taken for what was verified any more, or None.
+
+        A few microseconds a file; reads nothing.
+        """
+        for file in self._files.values():
+            try:
+                now = _identity(os.fstat(file.fd))
+                named = _identity(os.stat(self.directory / file.path))
+            except OSError as error:
+                return f"{file.path} is gone or unreadable ({error.strerror})"
+            if now != file.identity or named != file.identity:
+                return f"{file.path} was changed or replaced"
+        return None
+
+    def _hash(
+        self, paths: list[str], progress: Progress, threads: int, stopping: Callable[[], bool]
+    ) -> None:
+        for path in paths:
+            self._files[path] = self._open(path)
+        shards = [
+            shard
+            for number, entry in enumerate(self.version.layout.files)
+            if entry.path in paths
+            for shard in self.version.layout.file_shards(number)
+        ]
+
+        def work(buffer: memoryview, shard: int, others: Stopping) -> None:
+            self._hash_shard(buffer, shard, progress, lambda: others() or stopping())
+            if stopping():
+                raise StoppedError("given up for another version", source=str(self.directory))
+
+        share_out(
+            shards,
+            work,
+            threads=max(1, min(threads, len(shards))),
+            tool=lambda: contextlib.nullcontext(memoryview(bytearray(_CHUNK_BYTES))),
+            name="shardcast-verify",
+        )
+
+    def _hash_shard(
+        self, buffer: memoryview, shard: int, progress: Progress, stopping: Stopping
+    ) -> None:
+        """Hash one shard with ``pread``: a file that shrinks meanwhile is an error, not a signal."""
+        extent = self.version.layout.extent(shard)
+        hasher, done = blake3(), 0
+        with disk_errors(self.directory / extent.path, "reading"):
+            while done < extent.length:
+                if stopping():
+                    return
+                piece = buffer[: min(len(buffer), extent.length - done)]
+                got = read_into(self._files[extent.path].fd, piece, extent.offset + done)
+                if got != len(piece):
+                    break
+                hasher.update(piece)
+                done += got
+                progress(got)
+        if done != extent.length or hasher.hexdigest() != self.version.digests[shard]:
+            raise IntegrityError(
+                f"version {self.version.number}, {extent.path}, shard {shard} (bytes "
+                f"{extent.offset} to {extent.offset + extent.length - 1}) is not what was "
+                "published: run `shardcast verify` on the directory, and pull the version again",
+                source=str(self.directory),
+            )
+
+    def _open(self, path: str) -> _File:
+        where = self.directory / path
+        try:
+            fd = os.open(where, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise NotFoundError(
+                f"version {self.version.number} lacks the file {path}", source=str(where)
+            ) from error
+        except OSError as error:
+            with disk_errors(where, "opening"):
+                raise error
+        file = _File(path, fd)
+        if file.identity[2] != self._sizes[path]:
+            os.close(fd)
+            raise IntegrityError(
+                f"{path} has {file.identity[2]} bytes instead of {self._sizes[path]}",
+                source=str(where),
+            )
+        return file
+
+    # --- tensors ----------------------------------------------------------------------------
+
+    def json(self, path: str) -> dict[str, Any] | None:
+        """Return a small JSON file that ``verify`` has hashed; None if the version has none.
+
+        Raises:
+            MalformedError: If it is no JSON object.
+            DiskError: If the system refuses.
+        """
+        file = self._files.get(path)
+        if file is None:
+            return None
+        size = file.identity[2]
+        if size > MAX_JSON_BYTES:
+            raise MalformedError(f"{path} of {size} bytes is too long", source=str(self.directory))
+        with disk_errors(self.directory / path, "reading"):
+            data = os.pread(file.fd, size, 0)
+        try:
+            found = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise MalformedError(f"{path} is no JSON", source=str(self.directory)) from error
+        if not isinstance(found, dict):
+            raise MalformedError(f"{path} is no JSON object", source=str(self.directory))
+        return found
+
+    def _weight_files(self) -> list[str]:
+        """Return the files that hold the model: those of the index, else all safetensors on top."""
+        index = self.json(INDEX)
+        if index is None:
+            found = sorted(p for p in self._sizes if p.endswith(".safetensors") and "/" not in p)
+        else:
+            named = index.get("weight_map")
+            if not isinstance(named, dict):
+                raise MalformedError(f"{INDEX} has no weight_map", source=str(self.directory))
+            found = sorted({str(path) for path in named.values()})
+        for path in found:
+            if path not in self._sizes:
+                raise MalformedError(
+                    f"{INDEX} names {path[:200]!r}, which the version does not have",
+                    source=str(self.directory),
+                )
+        if not found:
+            raise MalformedError(
+                f"version {self.version.number} has no .safetensors file",
+                source=str(self.directory),
+            )
+        return found
+
+    def _read_headers(self, paths: list[str]) -> dict[str, Spec]:
+        specs: dict[str, Spec] = {}
+        for path in paths:
+            for tensor in self._tensors_of(path):
+                if tensor.name in specs:
+                    raise MalformedError(
+                        f"{path} and {specs[tensor.name].file} both have {tensor.name}",
+                        source=str(self.directory),
+                    )
+                specs[tensor.name] = self._spec(path, tensor)
+        return {name: specs[name] for name in sorted(specs, key=_layer_order)}
+
+    def _tensors_of(self, path: str) -> list[Tensor]:
+        file = self._files[path]
+        with disk_errors(self.directory / path, "reading"):
+            length = header_bytes(os.pread(file.fd, 8, 0))
+            header = b"" if length is None else os.pread(file.fd, length, 0)
+        tensors = read_tensors(header, 0, file.identity[2]) if header else []
+        if not tensors:
+            raise MalformedError(f"{path} is no safetensors file", source=str(self.directory))
+        return tensors
+
+    def _spec(self, path: str, tensor: Tensor) -> Spec:
+        known = DTYPES.get(tensor.dtype)
+        if known is None or math.prod(tensor.shape) * known[1] != tensor.length:
+            raise MalformedError(
+                f"{path}: {tensor.name} is {tensor.length} bytes of {tensor.dtype[:20]} in shape "
+                f"{list(tensor.shape)}, which does not fit together or is not known",
+                source=str(self.directory),
+            )
+        return Spec(tensor.name, known[0], tensor.shape, path, tensor.offset, tensor.length)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors in layer order, each a view of the mapped file: nothing is copied.
+
+        They stay good until they are let go, whatever becomes of this object. Whoever writes into
+        one changes neither the file nor what the next call yields.
+        """
+        import torch
+
+        for spec in self.specs.values():
+            dtype = getattr(torch, spec.dtype)
+            if spec.length == 0:
+                yield spec.name, torch.empty(spec.shape, dtype=dtype)
+                continue
+            view = memoryview(self._files[spec.file].mapped())[
+                spec.offset : spec.offset + spec.length
+            ]
+            width = spec.length // math.prod(spec.shape)
+            source = view if spec.offset % width == 0 else bytearray(view)
+            yield spec.name, torch.frombuffer(source, dtype=dtype).reshape(spec.shape)
+
+    def map_again(self) -> None:
+        """Let the next ``tensors`` start from the files, whatever was written into earlier ones."""
+        for file in self._files.values():
+            file.map = None
+
+    # --- its end ----------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Give the lease and the descriptors back; tensors that are in use stay good."""
+        self._forget_files()
+        if self._lease >= 0:
+            os.close(self._lease)
+            self._lease = -1
+
+    def _forget_files(self) -> None:
+        for file in self._files.values():
+            os.close(file.fd)
+        self._files.clear()
+        self.specs = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def load_documents(directory: Path, *, run: str, version: int, digest: str) -> Version:
+    """Return what the documents of a version say, all of them named by ``digest`` in the end.
+
+    Args:
+        directory: The version's directory, committed or staged, in an ``OUT`` or a store's run.
+        run: Its run.
+        version: Its number.
+        digest: Its manifest's digest.
+
+    Raises:
+        NotFoundError: If a document is not there.
+        IntegrityError: If one is not what its digest says.
+        MixAndMatchError, MalformedError: If they are of another version, or malformed.
+        DiskError: If the system refuses.
+    """
+    blobs = _blobs_beside(directory)
+    manifest = decode_manifest(_document(blobs, digest, "manifest"))
+    layout = decode_layout(_document(blobs, manifest.layout, "layout"))
+    if (layout.run, layout.version) != (run, version):
+        raise MixAndMatchError(
+            f"manifest {digest} is of version {layout.version} of run {layout.run!r}, not of "
+            f"version {version} of run {run!r}",
+            source=str(directory),
+        )
+    ref = VersionRef(
+        version=version, step=layout.step, manifest=digest, bytes=layout.total_bytes, deltas=[]
+    )
+    parts = [decode_part(_document(blobs, part, "part")) for part in manifest.parts]
+    return assemble(ref, run, manifest, layout, parts)
+
+
+def _blobs_beside(directory: Path) -> Path:
+    """Return ``blobs/`` of the run that ``versions/N`` or ``state/staging/N`` lies in."""
+    for above in directory.parents[1:3]:
+        if (above / "blobs").is_dir():
+            return above / "blobs"
+    raise NotFoundError(
+        "the documents of this version are not there: it must lie where `shardcast follow` or "
+        "`pull` put it (OUT/versions/N, beside OUT/blobs)",
+        source=str(directory),
+    )
+
+
+def _document(blobs: Path, digest: str, what: str) -> bytes:
+    path = blobs / f"{digest}.bin"
+    with disk_errors(path, "reading"):
+        try:
+            with open(path, "rb") as file:
+                data = file.read(MAX_DOCUMENT_BYTES + 1)
+        except FileNotFoundError as error:
+            raise NotFoundError(f"the {what} {digest} is not there", source=str(path)) from error
+    if digest_of(data) != digest:
+        raise IntegrityError(f"the {what} {digest} is damaged", source=str(path))
+    return data
+
+
+def _leased(directory: Path) -> int:
+    """Open a directory under a shared lock, which eviction respects; return the descriptor."""
+    try:
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise NotFoundError(
+            "there is no such version directory: it was evicted, or never was there",
+            source=str(directory),
+        ) from error
+    except OSError as error:
+        with disk_errors(directory, "opening"):
+            raise error
+    try:
+        here = os.fstat(fd)
+        if not try_lock(fd, exclusive=False):
+            raise BusyError("the version is being evicted", source=str(directory))
+        with contextlib.suppress(OSError):
+            named = os.stat(directory)
+            if (named.st_dev, named.st_ino) == (here.st_dev, here.st_ino):
+                return fd
+        raise NotFoundError("the version was just evicted", source=str(directory))
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _make_resident(file: _File) -> None:
+    """Have the kernel map all pages now, so that loading waits for none.
+
+    Where it cannot (before Linux 5.14) the pages are in the page cache at least, since they were
+    hashed; a file that shrank is found out by its identity.
+    """
+    if file.identity[2]:
+        with contextlib.suppress(OSError):
+            file.mapped().madvise(_POPULATE_READ)
+
+
+def _layer_order(name: str) -> tuple[tuple[int, int | str], ...]:
+    """Return a key that keeps what belongs together together, layer 2 before layer 10."""
+    return tuple(
+        (0, int(part)) if part.isdigit() else (1, part) for part in _NUMBERS.split(name) if part
+    )
