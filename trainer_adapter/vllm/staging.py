@@ -1,0 +1,63 @@
+"""Staging from the server's side: tell the ranks, then ask until all are done or one has failed."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from trainer_adapter.vllm.control import Clock, EngineControl
+from trainer_adapter.vllm.machine import SwapError
+from trainer_adapter.vllm.ranks import Report, Target, stage_command, state_command
+
+POLL_SECONDS: Final = 0.02
+"""An ask comes between two steps of the engine and costs it well under a millisecond."""
+SLOWEST_POLL_SECONDS: Final = 0.5
+STALL_SECONDS: Final = 120.0
+"""Without a single byte more for so long, a disk does not answer."""
+
+
+def verdict(report: Report, target: Target) -> bool:
+    """Say whether every rank holds the version, or runs it.
+
+    Raises:
+        SwapError: If a rank could not, or they have been told to stage another one since.
+    """
+    if any(
+        has is not None and has.digest == target.digest for has in (report.staged, report.served)
+    ):
+        return True
+    if report.failed is not None and report.failed.digest == target.digest:
+        raise SwapError(report.failed.code, report.failed.message, phase="stage")
+    if report.staging is None or report.staging.digest != target.digest:
+        raise SwapError(
+            "conflict",
+            f"staging version {target.version} was given up, because another one was asked for",
+            phase="stage",
+        )
+    return False
+
+
+async def stage(control: EngineControl, clock: Clock, target: Target) -> Report:
+    """Let every rank verify and hold a version.
+
+    A cancellation leaves the ranks at it; whoever asks next finds it staged.
+
+    Raises:
+        SwapError: With the ranks' code: ``incompatible``, ``integrity``, ``unavailable``...
+    """
+    report = await control.tell(stage_command(target))
+    wait = POLL_SECONDS
+    moved, done = clock.monotonic(), -1
+    while not verdict(report, target):
+        now = report.staging.done if report.staging is not None else -1
+        if now != done:
+            moved, done = clock.monotonic(), now
+        elif clock.monotonic() - moved > STALL_SECONDS:
+            raise SwapError(
+                "unavailable",
+                f"reading {target.path} has stood still for {STALL_SECONDS:.0f} s",
+                phase="stage",
+            )
+        await clock.sleep(wait)
+        wait = min(2 * wait, SLOWEST_POLL_SECONDS)
+        report = await control.tell(state_command())
+    return report
