@@ -56,6 +56,7 @@ MAX_JSON_BYTES: Final = 64 * MIB
 
 _POPULATE_READ: Final = 22
 """MADV_POPULATE_READ of Linux 5.14; Python 3.11 has no name for it."""
+_POPULATE_BYTES: Final = 64 * MIB
 _CHUNK_BYTES: Final = MIB
 _NUMBERS: Final = re.compile(r"(\d+)")
 
@@ -307,18 +308,24 @@ class Checkpoint:
         file = self._files.get(path)
         if file is None:
             return None
-        size = file.identity[2]
-        if size > MAX_JSON_BYTES:
-            raise MalformedError(f"{path} of {size} bytes is too long", source=str(self.directory))
         with disk_errors(self.directory / path, "reading"):
-            data = os.pread(file.fd, size, 0)
-        try:
-            found = json.loads(data)
-        except (ValueError, RecursionError) as error:
-            raise MalformedError(f"{path} is no JSON", source=str(self.directory)) from error
-        if not isinstance(found, dict):
-            raise MalformedError(f"{path} is no JSON object", source=str(self.directory))
-        return found
+            data = os.pread(file.fd, min(file.identity[2], MAX_JSON_BYTES + 1), 0)
+        return _json_object(data, self.directory / path)
+
+    @staticmethod
+    def read_json(path: Path) -> dict[str, Any] | None:
+        """Return a small JSON file that nobody has verified; None if it is not there.
+
+        Raises:
+            MalformedError: If it is no JSON object.
+            DiskError: If the system refuses.
+        """
+        with disk_errors(path, "reading"):
+            try:
+                with open(path, "rb") as file:
+                    return _json_object(file.read(MAX_JSON_BYTES + 1), path)
+            except FileNotFoundError:
+                return None
 
     def _weight_files(self) -> list[str]:
         """Return the files that hold the model: those of the index, else all safetensors on top."""
@@ -478,6 +485,18 @@ def _document(blobs: Path, digest: str, what: str) -> bytes:
     return data
 
 
+def _json_object(data: bytes, path: Path) -> dict[str, Any]:
+    if len(data) > MAX_JSON_BYTES:
+        raise MalformedError(f"{path.name} is longer than {MAX_JSON_BYTES} bytes", source=str(path))
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise MalformedError(f"{path.name} is no JSON", source=str(path)) from error
+    if not isinstance(found, dict):
+        raise MalformedError(f"{path.name} is no JSON object", source=str(path))
+    return found
+
+
 def _leased(directory: Path) -> int:
     """Open a directory under a shared lock, which eviction respects; return the descriptor."""
     try:
@@ -510,9 +529,10 @@ def _make_resident(file: _File) -> None:
     Where it cannot (before Linux 5.14) the pages are in the page cache at least, since they were
     hashed; a file that shrank is found out by its identity.
     """
-    if file.identity[2]:
-        with contextlib.suppress(OSError):
-            file.mapped().madvise(_POPULATE_READ)
+    size = file.identity[2]
+    with contextlib.suppress(OSError):
+        for start in range(0, size, _POPULATE_BYTES):  # each call keeps all other threads waiting
+            file.mapped().madvise(_POPULATE_READ, start, min(_POPULATE_BYTES, size - start))
 
 
 def _layer_order(name: str) -> tuple[tuple[int, int | str], ...]:

@@ -1,0 +1,135 @@
+"""``--load-format shardcast``: boot straight from what ``shardcast follow`` or ``pull`` keeps.
+
+``--model OUT/current --load-format shardcast``. Rank 0 looks where ``current`` leads, once, and all
+ranks load that version, whatever ``current`` becomes meanwhile; each verifies every byte that it
+loads against the manifest. ``--model-loader-extra-config '{"digest": "..."}'`` names the version
+instead. Because the engine was given ``OUT/current`` and not ``OUT/versions/N``, its compile cache
+serves every version.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Iterator
+from copy import copy
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import torch
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+from shardcast.errors import EngineRefusedError, NotFoundError, UsageError
+from trainer_adapter.booting import find_version, version_at
+from trainer_adapter.checkpoint import CONFIG, Checkpoint
+from trainer_adapter.vllm.agreement import Agreement, Alone, World
+from trainer_adapter.vllm.ranks import Target
+
+log = logging.getLogger("shardcast.vllm")
+
+_OPTIONS: Final = frozenset({"digest"})
+
+_booted: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Target, Checkpoint]] = (
+    weakref.WeakKeyDictionary()
+)
+"""From the loader, which has no more to do with a model that is loaded, to its transfer engine."""
+
+
+def take_booted(model: torch.nn.Module) -> tuple[Target, Checkpoint] | None:
+    """Return what a model was loaded with by this loader; the caller closes it from here on."""
+    return _booted.pop(model, None)
+
+
+class ShardcastLoader(DefaultModelLoader):  # type: ignore[misc]
+    """vLLM's default loader, which gets its tensors from a verified version."""
+
+    def __init__(self, load_config: Any) -> None:
+        """Read the options.
+
+        Raises:
+            UsageError: If there are others than ``digest``.
+        """
+        options = dict(load_config.model_loader_extra_config or {})
+        if unknown := sorted(set(options) - _OPTIONS):
+            raise UsageError(f"--model-loader-extra-config: {', '.join(unknown)}: only 'digest'")
+        self._digest: str | None = options.get("digest")
+        plain = copy(load_config)
+        plain.model_loader_extra_config = {}
+        super().__init__(plain)
+
+    def download_model(self, model_config: Any) -> None:
+        """Check that there is something to load: versions come by ``shardcast follow``."""
+        self._resolve(Path(str(model_config.model)))
+
+    def get_all_weights(
+        self, model_config: Any, model: torch.nn.Module
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the pinned version's tensors, verified.
+
+        Raises:
+            ShardcastError: If there is none, or its bytes are not those that were published.
+        """
+        where = Path(str(model_config.model))
+        target = agree_on(_agreement(), lambda: self._resolve(where), where)
+        checkpoint = Checkpoint(
+            Path(target.path), run=target.run, version=target.version, digest=target.digest
+        )
+        try:
+            checkpoint.verify(threads=max(1, len(os.sched_getaffinity(0))))
+            _check_config(checkpoint, where)
+            log.info("loading version %d of run %s", target.version, target.run)
+            yield from checkpoint.tensors()
+        except BaseException:
+            checkpoint.close()
+            raise
+        _booted[model] = (target, checkpoint)
+
+    def _resolve(self, where: Path) -> Target:
+        found = version_at(where) if self._digest is None else find_version(where, self._digest)
+        return Target(
+            run=found.run,
+            version=found.number,
+            digest=found.manifest,
+            path=str(found.directory),
+            step=found.step,
+        )
+
+
+def agree_on(agreement: Agreement, resolve: Any, where: Path) -> Target:
+    """Return what rank 0 resolved, as it lies on this rank's host.
+
+    Raises:
+        ShardcastError: What rank 0 found wrong, on every rank.
+    """
+    word = ""
+    if agreement.rank == 0:
+        try:
+            word = msgspec.json.encode(resolve()).decode()
+        except Exception as error:
+            word = str(error)
+    first = agreement.gather(word)[0]
+    if not first.startswith("{"):
+        raise NotFoundError(first)
+    target = msgspec.json.decode(first.encode(), type=Target)
+    if agreement.rank == 0:
+        return target
+    return msgspec.structs.replace(target, path=str(find_version(where, target.digest).directory))
+
+
+def _agreement() -> Agreement:
+    return World() if torch.distributed.is_initialized() else Alone()
+
+
+def _check_config(checkpoint: Checkpoint, where: Path) -> None:
+    """Refuse where vLLM has read another version's ``config.json``: ``current`` moved meanwhile."""
+    pinned = checkpoint.json(CONFIG)
+    read = Checkpoint.read_json(where / CONFIG)
+    if pinned is not None and read is not None and pinned != read:
+        raise EngineRefusedError(
+            f"{where / CONFIG} is not that of version {checkpoint.version.number}: start the "
+            "engine again",
+            phase="boot",
+            reason="incompatible",
+        )

@@ -1,0 +1,252 @@
+"""A whole reload of a running model inside one call, how to get out of it, and what vLLM forgets.
+
+vLLM's layerwise reload (``model_loader/reload``) is the only way that also works where weights are
+packed for a kernel. It puts the model on the meta device, has each layer loaded, processed and
+copied into the memory that it had. Three things are ours:
+
+- *Tied output embeddings*: the head keeps a packed copy of its own on CPUs, and gets no weights in a
+  reload. It is packed again from the memory that it shares with the input embeddings.
+- *Experts on CPUs*: a kernel that exists is taken for ready, and checkpoint rows land in packed
+  memory. It is made anew.
+- *Tensors that are no parameters* (what MLA absorbs, workspaces): they are rebound, and what was
+  captured reads the old memory. Their values are copied into it.
+
+Everything private of vLLM that this needs is imported here, in ``shadow`` and in ``agreement``;
+``plugin`` refuses vLLM versions for which that was not tested.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
+from vllm.model_executor.model_loader.reload import layerwise
+
+from shardcast.errors import ShardcastError
+from trainer_adapter.checkpoint import CONFIG, Checkpoint
+from trainer_adapter.vllm.shadow import Arrivals, Shadow, refuse
+
+log = logging.getLogger("shardcast.vllm")
+
+_IGNORED_CONFIG: Final = frozenset(
+    {
+        "_name_or_path",
+        "_commit_hash",
+        "architectures",
+        "dtype",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    }
+)
+"""What says nothing about how the model computes, or is fixed when the engine starts (dtype)."""
+
+_KERNELS: Final = {
+    "onednn_mm": "onednn",
+    "weight_packed_linear_cpu": "amx",
+    "zentorch_linear_unary": "zentorch",
+    "linear": "torch",
+}
+"""By the function that a layer's ``cpu_linear`` calls (``layers/utils.py``)."""
+
+
+class Model:
+    """A model that vLLM runs in this process. The one thing here that has state: vLLM's own."""
+
+    def __init__(
+        self, model: torch.nn.Module, model_config: Any, device: torch.device, *, ranks: int = 1
+    ) -> None:
+        """Take a model that is loaded.
+
+        Args:
+            model: The model.
+            model_config: vLLM's ``ModelConfig``.
+            device: Where it lies.
+            ranks: Over how many ranks its tensors are cut.
+        """
+        self._model = model
+        self._config = model_config
+        self._device = device
+        self._ranks = ranks
+        self._boot_config = _boot_config(model_config)
+
+    # --- could it load a version? ------------------------------------------------------------
+
+    def check(self, checkpoint: Checkpoint) -> None:
+        """Check a verified version against the model, which is not touched.
+
+        Raises:
+            EngineRefusedError: If it cannot be loaded, or would not be the same as booting with it.
+        """
+        self._check_config(checkpoint)
+        heads = dict(tied_heads(self._model))
+        shadow = Shadow(self._model, ranks=self._ranks)
+        try:
+            arrivals = shadow.run(
+                checkpoint.specs.values(),
+                tied=[f"{name}.weight" for name in heads],
+                strict=self._config.quantization is None,
+            )
+        except NotImplementedError as error:
+            log.warning(
+                "version %d: names and shapes could not be checked before loading, because this "
+                "model's loaders look at the data: %s",
+                checkpoint.version.number,
+                error,
+            )
+            return
+        for head, embedding in heads.items():
+            _check_tied(checkpoint, arrivals, f"{head}.weight", f"{embedding}.weight")
+
+    def _check_config(self, checkpoint: Checkpoint) -> None:
+        new = checkpoint.json(CONFIG)
+        if new is None or self._boot_config is None:
+            return
+        old = self._boot_config
+        for key in sorted(set(new) | set(old)):
+            if key not in _IGNORED_CONFIG and new.get(key) != old.get(key):
+                raise refuse(
+                    f"{CONFIG} says {key} = {_short(new.get(key))}, the engine was started with "
+                    f"{_short(old.get(key))}: restart it with this version"
+                )
+
+    # --- loading -----------------------------------------------------------------------------
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Load all of a version into the running model.
+
+        Raises:
+            Exception: Whatever goes wrong; the model is unusable then, until ``unwind`` and
+                another ``load``.
+        """
+        with torch.no_grad():
+            self._load(checkpoint.tensors())
+
+    def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        bare = _bare_tensors(self._model)
+        heads = [self._model.get_submodule(name) for name, _ in tied_heads(self._model)]
+        if self._device.type == "cpu":
+            _forget_expert_kernels(self._model)
+        layerwise.initialize_layerwise_reload(self._model)
+        for head in heads:  # so that vLLM does not warn that nothing was loaded into it
+            layerwise.get_layerwise_info(head).load_numel_total = 0
+        self._model.load_weights(tensors)
+        layerwise.finalize_layerwise_reload(self._model, self._config)
+        for head in heads:
+            head.quant_method.process_weights_after_loading(head)
+        _keep_addresses(bare)
+        left = [name for name, tensor in self._model.named_parameters() if tensor.is_meta]
+        if left:
+            raise RuntimeError(f"{len(left)} parameters were not loaded, among them {left[0]}")
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def unwind(self) -> None:
+        """Take the model off the meta device and forget what was half loaded."""
+        model: Any = self._model
+        if hasattr(model, "_original_do_torchao_reload"):
+            model._do_torchao_reload = model._original_do_torchao_reload
+        for layer in self._model.modules():
+            info = layerwise.LAYERWISE_INFO.get(layer)
+            if info is not None:
+                if info.kernel_tensors is not None:
+                    layerwise._place_kernel_tensors(layer, info)
+                info.reset()
+        layerwise.LOADING_LAYERS.clear()
+
+    # --- what it runs on ---------------------------------------------------------------------
+
+    def gemm(self) -> dict[str, int]:
+        """Return how many linear layers go through which kernel."""
+        found: dict[str, int] = {}
+        for module in self._model.modules():
+            kernel = module.__dict__.get("cpu_linear")
+            if kernel is not None:
+                names = getattr(getattr(kernel, "__code__", None), "co_names", ("linear",))
+                name = next((_KERNELS[n] for n in names if n in _KERNELS), "other")
+            elif self._device.type != "cpu" and hasattr(module, "quant_method"):
+                name = self._device.type
+            else:
+                continue
+            found[name] = found.get(name, 0) + 1
+        return found
+
+
+def tied_heads(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield the names of output embeddings and of the input embeddings whose memory they share."""
+    by_weight = {
+        id(module.weight): name
+        for name, module in model.named_modules()
+        if isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
+        if getattr(module, "weight", None) is not None
+    }
+    for name, module in model.named_modules():
+        if isinstance(module, ParallelLMHead) and id(getattr(module, "weight", None)) in by_weight:
+            yield name, by_weight[id(module.weight)]
+
+
+def _check_tied(
+    checkpoint: Checkpoint, arrivals: dict[str, Arrivals], head: str, embedding: str
+) -> None:
+    """Refuse a head of its own where the engine's shares memory: one would overwrite the other."""
+    of_head = arrivals[head].sources if head in arrivals else []
+    of_embedding = arrivals[embedding].sources if embedding in arrivals else []
+    if not of_head or not of_embedding or of_head == of_embedding:
+        return
+    wanted = {of_head[0], of_embedding[0]}
+    found = {name: tensor for name, tensor in checkpoint.tensors() if name in wanted}
+    if not torch.equal(found[of_head[0]], found[of_embedding[0]]):
+        raise refuse(
+            f"{of_head[0]} differs from {of_embedding[0]}, but the engine was started with the "
+            "two tied: restart it with this version"
+        )
+
+
+def _forget_expert_kernels(model: torch.nn.Module) -> None:
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
+
+
+def _bare_tensors(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, torch.Tensor]]:
+    return [
+        (module, name, value)
+        for module in model.modules()
+        for name, value in module.__dict__.items()
+        if isinstance(value, torch.Tensor)
+    ]
+
+
+def _keep_addresses(bare: list[tuple[torch.nn.Module, str, torch.Tensor]]) -> None:
+    for module, name, old in bare:
+        new = module.__dict__.get(name)
+        if (
+            isinstance(new, torch.Tensor)
+            and new is not old
+            and new.shape == old.shape
+            and new.dtype == old.dtype
+            and new.device == old.device
+        ):
+            old.data.copy_(new)
+            module.__dict__[name] = old
+
+
+def _boot_config(model_config: Any) -> dict[str, Any] | None:
+    """Return the ``config.json`` that the engine was started with, if it lies on this host."""
+    try:
+        return Checkpoint.read_json(Path(str(model_config.model), CONFIG))
+    except ShardcastError:
+        return None
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

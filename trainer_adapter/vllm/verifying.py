@@ -1,0 +1,204 @@
+"""Staging in a rank: a version is verified in a thread while the rank goes on serving."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from shardcast.errors import (
+    EngineRefusedError,
+    IntegrityError,
+    MalformedError,
+    ShardcastError,
+    TrustError,
+)
+from trainer_adapter.checkpoint import Checkpoint, StoppedError
+from trainer_adapter.vllm.ranks import Progress, RankFailure, Target
+
+log = logging.getLogger("shardcast.vllm")
+
+STOP_SECONDS: Final = 30.0
+"""A thread looks every megabyte whether it is still wanted."""
+
+
+class Check(Protocol):
+    """Says whether the model could load a version."""
+
+    def __call__(self, checkpoint: Checkpoint) -> None:
+        """Called in the thread, after the bytes were verified.
+
+        Raises:
+            EngineRefusedError: If it could not; names the tensor.
+        """
+        ...
+
+
+Open = Callable[[Target], Checkpoint]
+
+
+def open_target(target: Target) -> Checkpoint:
+    """Open what a target names (``Checkpoint``)."""
+    from pathlib import Path
+
+    return Checkpoint(
+        Path(target.path), run=target.run, version=target.version, digest=target.digest
+    )
+
+
+class Verifier:
+    """What one rank stages: one version at a time. Called from the rank's main thread only."""
+
+    def __init__(self, check: Check, *, threads: int = 1, opener: Open = open_target) -> None:
+        """Stage nothing yet.
+
+        Args:
+            check: Says whether the model could load it.
+            threads: How many threads hash.
+            opener: Opens a version.
+        """
+        self._check = check
+        self._threads = threads
+        self._opener = opener
+        self._job: _Job | None = None
+
+    def begin(self, target: Target) -> None:
+        """Begin to stage a version; what was staged before is given up, unless it is the same."""
+        job = self._job
+        same = job is not None and job.target.identity == target.identity
+        if same and (self.progress() is not None or self.staged() is not None):
+            return
+        self.drop()
+        self._job = _Job(target, self._check, self._threads, self._opener)
+        self._job.start()
+
+    def wait(self) -> None:
+        """Wait until the thread has ended, however long that takes."""
+        if self._job is not None:
+            self._job.join()
+
+    def drop(self) -> None:
+        """Give up what is staged or being staged.
+
+        A thread that hangs in the system (a disk that does not answer) is left to itself: it closes
+        what it holds when it comes back.
+        """
+        if self._job is not None:
+            self._job.give_up()
+            self._job = None
+
+    def staged(self) -> Target | None:
+        """Return what is verified, held and unchanged on the disk; what was changed is given up."""
+        job = self._job
+        if job is None or job.running or job.checkpoint is None:
+            return None
+        reason = job.checkpoint.changed()
+        if reason is None:
+            return job.target
+        log.warning("version %d: %s since it was staged", job.target.version, reason)
+        self.drop()
+        return None
+
+    def take(self) -> tuple[Target, Checkpoint]:
+        """Hand over what is staged; the caller closes it.
+
+        Raises:
+            EngineRefusedError: If nothing is.
+        """
+        job = self._job
+        if job is None or job.running or job.checkpoint is None:
+            raise EngineRefusedError("no version is staged", phase="load", reason="unavailable")
+        self._job = None
+        return job.target, job.checkpoint
+
+    def progress(self) -> Progress | None:
+        """Return how far it is, while it is at it."""
+        job = self._job
+        if job is None or not job.running:
+            return None
+        return Progress(digest=job.target.digest, done=job.done, bytes=job.bytes)
+
+    def failure(self) -> RankFailure | None:
+        """Return how the last staging ended, if it failed."""
+        job = self._job
+        if job is None or job.running or job.error is None:
+            return None
+        return RankFailure(
+            digest=job.target.digest,
+            version=job.target.version,
+            code=code_of(job.error),
+            message=str(job.error) or type(job.error).__name__,
+        )
+
+
+class _Job:
+    """Stages one version. Its attributes are the thread's until ``running`` is false."""
+
+    def __init__(self, target: Target, check: Check, threads: int, opener: Open) -> None:
+        self.target = target
+        self.done = 0
+        self.bytes = 0
+        self.checkpoint: Checkpoint | None = None
+        self.error: Exception | None = None
+        self._check = check
+        self._threads = threads
+        self._opener = opener
+        self._counting = threading.Lock()
+        self._stop = threading.Event()
+        self._ended = threading.Event()
+        self._handing_over = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="shardcast-stage", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def join(self, timeout: float | None = None) -> None:
+        self._thread.join(timeout)
+
+    @property
+    def running(self) -> bool:
+        return not self._ended.is_set()
+
+    def _run(self) -> None:
+        checkpoint = None
+        try:
+            checkpoint = self._opener(self.target)
+            self.bytes = checkpoint.bytes
+            checkpoint.verify(self._count, threads=self._threads, stopping=self._stop.is_set)
+            self._check(checkpoint)
+        except Exception as error:
+            if not isinstance(error, (ShardcastError, StoppedError)):
+                log.exception("staging version %d", self.target.version)
+            self.error = error
+        with self._handing_over:
+            wanted = self.error is None and not self._stop.is_set()
+            self.checkpoint = checkpoint if wanted else None
+            self._ended.set()
+        if checkpoint is not None and not wanted:
+            checkpoint.close()
+
+    def give_up(self) -> None:
+        self._stop.set()
+        with self._handing_over:
+            checkpoint, self.checkpoint = self.checkpoint, None
+        if checkpoint is not None:
+            checkpoint.close()
+        self.join(STOP_SECONDS)
+
+    def _count(self, count: int) -> None:
+        with self._counting:
+            self.done += count
+
+
+def code_of(error: BaseException) -> str:
+    """Return the code (``shardcast.engine.forms.ErrorCode``) under which an error is reported."""
+    if isinstance(error, EngineRefusedError):
+        return error.reason
+    if isinstance(error, IntegrityError):
+        return "integrity"
+    if isinstance(error, TrustError):
+        return "conflict"
+    if isinstance(error, MalformedError):
+        return "incompatible"
+    return "unavailable" if isinstance(error, ShardcastError) else "failed"
