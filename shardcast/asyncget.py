@@ -1,4 +1,4 @@
-"""Small answers over asyncio: GET of heads and JSON, with a bound on size and time.
+"""Small answers over asyncio: GET of heads and JSON, POST of JSON, bounded in size and time.
 
 Responses are judged by the same parser as blobs (``connection.parse_head``). A client of its own,
 because ``import aiohttp`` costs a pull a tenth of a second of CPU: as much as moving 200 MB.
@@ -40,6 +40,12 @@ class Answer:
     status: int
     headers: Mapping[str, str]
     body: bytes
+
+
+class UnansweredError(NetworkError):
+    """A POST was sent, and nobody knows whether it had an effect: no proper answer came."""
+
+    code = "unanswered"
 
 
 @dataclass(slots=True)
@@ -101,6 +107,33 @@ class HttpSession:
         async with self._turns.setdefault(endpoint.url, asyncio.Semaphore(self._most)):
             return await self._get(endpoint, path, limit, timeout_s)
 
+    async def post(
+        self, endpoint: Endpoint, path: str, body: bytes, *, limit: int, timeout_s: float
+    ) -> Answer:
+        """Post JSON to ``path``, once, over a connection of its own. Cancellation closes it.
+
+        Args:
+            endpoint: The server.
+            path: Path and query.
+            body: The JSON.
+            limit: Most bytes of the answer.
+            timeout_s: From the request to the last byte; connecting has its own timeout.
+
+        Raises:
+            UnansweredError: If it was sent and not answered properly, or not in time.
+            NetworkError: If the server cannot be reached: nothing was sent.
+        """
+        line = await self._connect(endpoint)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return (await self._exchange(line, endpoint, path, limit, body))[0]
+        except TimeoutError as error:
+            raise UnansweredError(f"no answer to {path} in {timeout_s:g} s") from error
+        except ShardcastError as error:
+            raise UnansweredError(f"{path}: {error.message}") from error
+        finally:
+            self._put(endpoint, line, keep=False)
+
     async def _get(self, endpoint: Endpoint, path: str, limit: int, timeout_s: float) -> Answer:
         while True:
             line = self._take(endpoint) or await self._connect(endpoint)
@@ -140,12 +173,17 @@ class HttpSession:
         return _Line(reader, writer)
 
     async def _exchange(
-        self, line: _Line, endpoint: Endpoint, path: str, limit: int
+        self, line: _Line, endpoint: Endpoint, path: str, limit: int, content: bytes | None = None
     ) -> tuple[Answer, bool]:
-        lines = [f"GET {endpoint.prefix}{path} HTTP/1.1", f"Host: {endpoint.authority}"]
+        method = "GET" if content is None else "POST"
+        lines = [f"{method} {endpoint.prefix}{path} HTTP/1.1", f"Host: {endpoint.authority}"]
         lines += [f"{name}: {value}" for name, value in self._headers.items()]
+        if content is not None:
+            lines += ["Content-Type: application/json", f"Content-Length: {len(content)}"]
+            lines.append("Connection: close")
         with _translated():
-            line.writer.write(("\r\n".join(lines) + "\r\n\r\n").encode("latin-1"))
+            request = ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
+            line.writer.write(request + (content or b""))
             await line.writer.drain()
             head = await self._head(line)
         if head.length is not None and head.length > limit:

@@ -257,3 +257,35 @@ class EngineError(ShardcastError):
 
     code = "engine"
     exit_code = 15
+
+
+class EngineRefusedError(EngineError):
+    """An engine answered that it cannot, or could not, do what it was told.
+
+    Attributes:
+        phase: Where it failed (``shardcast.engine.forms.Phase``), or the request's name.
+        reason: Its code (``shardcast.engine.forms.ErrorCode``): ``busy``, ``incompatible``...
+    """
+
+    def __init__(
+        self, message: str, *, source: str | None = None, phase: str = "serve", reason: str
+    ) -> None:
+        super().__init__(message, source=source)
+        self.phase = phase
+        self.reason = reason
+
+
+class EngineUnreachableError(EngineError):
+    """An engine does not answer, or not now: it starts, died, or the network is gone."""
+
+
+class EngineUncertainError(EngineError):
+    """An engine was told to do something and did not answer: its state says what became of it."""
+
+
+class EngineKeyError(EngineError):
+    """An engine does not take the key that it was shown."""
+
+
+class EngineUnsupportedError(EngineError):
+    """What answers is no engine that can be driven: the plug-in is not loaded, or it is another."""

@@ -32,6 +32,10 @@ class EventKind(enum.StrEnum):
         FROZEN: The head has expired: the publisher is gone or a relay withholds newer heads.
         THAWED: A fresh head came after that.
         ERROR: Something failed that will be tried again (``follow``), or the update hook did.
+        STAGED: An engine (``engine``) has verified a version and holds it; it serves on.
+        ACTIVATED: An engine serves a version now, after ``pause_ms`` of pause.
+        ENGINE_FAILED: An engine failed to, or does not answer; ``error`` says who must do what. Tried
+            again.
     """
 
     WAITING = "waiting"
@@ -49,6 +53,9 @@ class EventKind(enum.StrEnum):
     FROZEN = "frozen"
     THAWED = "thawed"
     ERROR = "error"
+    STAGED = "staged"
+    ACTIVATED = "activated"
+    ENGINE_FAILED = "engine_failed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +78,9 @@ class WorkerEvent:
         bytes_delta: Of those, what came as deltas (``READY``).
         via: Versions that were obtained on the way to it (``READY``).
         source: URL of the source it is about.
+        engine: URL of the engine it is about.
+        pause_ms: How long that was paused (``ACTIVATED``); None where nobody measured it.
+        model: By which name requests get the adapter (``ACTIVATED``, of an adapter).
         error: What went wrong.
     """
 
@@ -88,6 +98,9 @@ class WorkerEvent:
     bytes_delta: int | None = None
     via: tuple[int, ...] = ()
     source: str | None = None
+    engine: str | None = None
+    pause_ms: float | None = None
+    model: str | None = None
     error: ShardcastError | None = None
 
 

@@ -24,9 +24,7 @@ from shardcast.cancel import Cancel
 from shardcast.choosing import choose, first_head, watching
 from shardcast.config import NetConfig
 from shardcast.deadline import Deadline
-from shardcast.errors import (
-    UsageError,
-)
+from shardcast.errors import DiskError, UsageError
 from shardcast.events import EventKind, Observer, WorkerEvent
 from shardcast.follow import Follower
 from shardcast.hooks import UpdateHook
@@ -149,6 +147,31 @@ class Worker:
     def depth(self) -> int:
         """How far from the origin what this worker follows is; 16 while no source answers."""
         return MAX_DEPTH if self._following is None else self._following.sources.depth
+
+    @property
+    def head(self) -> Head | None:
+        """While following: the newest accepted head, None before the first."""
+        following = self._following
+        accepted = None if following is None else following.keeper.accepted
+        return None if accepted is None else accepted.head
+
+    async def current(self) -> Update | None:
+        """While following: the version that ``current`` names, if it is whole; else None.
+
+        ``follow`` yields only what becomes current after it began.
+        """
+        session = self._following
+        if session is None:
+            return None
+        try:
+            found = await self._current(session)
+        except DiskError:  # evicted while it was looked at
+            return None
+        stored = None if found is None else session.store.stored(found[0])
+        if found is None or stored is None or not stored.committed:
+            return None
+        path = Path(self.options.out.absolute(), "versions", stored.directory.name)
+        return _update(Obtained(ref_of(stored, found[1]), stored, 0), path, self.head)
 
     async def repair(self, version: int) -> None:
         """While following: hash a committed version again, and fetch what is damaged of it.

@@ -160,12 +160,31 @@ def load_token(path: Path | None) -> str:
     Raises:
         UsageError: If there is none, it cannot be read, or it is no token.
     """
+    token = read_token(path, "SHARDCAST_TOKEN")
+    if token is None:
+        raise UsageError("--to needs --token-file FILE, or SHARDCAST_TOKEN in the environment")
+    return token
+
+
+def read_token(path: Path | None, variable: str) -> str | None:
+    """Return a secret: the first line of a file, else of a variable of the environment.
+
+    Args:
+        path: The file, or None.
+        variable: The variable's name.
+
+    Returns:
+        None if neither is given.
+
+    Raises:
+        UsageError: If the file cannot be read, or holds no token.
+    """
     import os
 
     if path is None:
-        where, text = "SHARDCAST_TOKEN", os.environ.get("SHARDCAST_TOKEN", "")
+        where, text = variable, os.environ.get(variable, "")
         if not text.strip():
-            raise UsageError("--to needs --token-file FILE, or SHARDCAST_TOKEN in the environment")
+            return None
     else:
         where = f"token file {path}"
         try:

@@ -79,6 +79,11 @@ class WorkerView:
         if event.bytes_delta is not None:
             members["bytes_delta"] = event.bytes_delta
             members["via"] = list(event.via)
+        if event.engine is not None:
+            members["engine"] = event.engine
+        if kind == "activated":
+            members["pause_ms"] = event.pause_ms
+            members |= {} if event.model is None else {"model": event.model}
         if event.error is not None:
             members |= {"code": event.error.code, "message": event.error.message}
         if event.error is not None or event.source is not None:
@@ -93,6 +98,10 @@ class WorkerView:
             self._say_ready(name, event)
         elif kind == "committed":
             self._out.result(f"committed  {name}: {event.path}")
+        elif kind == "staged":
+            self._out.notice(f"staged     {name}: {event.engine}")
+        elif kind == "activated":
+            self._out.result(f"activated  {name}: {event.engine}{_paused(event)}")
         elif kind == "held":
             self._out.notice(f"{name} is here; the publisher holds activations")
         elif kind == "waiting":
@@ -107,7 +116,7 @@ class WorkerView:
             self._out.notice(f"run {event.run}: a fresh head came")
         elif kind in ("source", "banned"):
             self._say_once(event.source, _said(event.source, event.error))
-        elif kind in ("error", "delta_failed"):
+        elif kind in ("error", "delta_failed", "engine_failed"):
             self._out.warning(f"{event.error}")
 
     def _say_ready(self, name: str, event: WorkerEvent) -> None:
@@ -125,6 +134,11 @@ class WorkerView:
         if (source, text) not in self._told:
             self._told.add((source, text))
             self._out.notice(text)
+
+
+def _paused(event: WorkerEvent) -> str:
+    how = "" if event.model is None else f", as model {event.model}"
+    return how if event.pause_ms is None else f"{how}, paused {duration(event.pause_ms / 1000)}"
 
 
 def _said(source: str | None, error: ShardcastError | None) -> str:

@@ -1,0 +1,187 @@
+"""The agent: keeps several engines at the version that this host's worker brings.
+
+The worker fetches each version once and commits it; the agent has every engine stage it, lets at most
+``max_swapping`` of them pause at a time, and keeps what they serve or have staged from being evicted.
+One engine's trouble is nobody else's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from shardcast.canary import Canary, canary_in
+from shardcast.engine.board import AgentOptions, Board, Slots, stored_head
+from shardcast.engine.driver import Engine, Target
+from shardcast.engine.leases import Leases
+from shardcast.engine.metrics import EngineMetrics
+from shardcast.engine.minder import Minder
+from shardcast.errors import EngineError, EngineKeyError, MalformedError, UsageError
+from shardcast.events import EventKind, WorkerEvent
+from shardcast.protocol.head import Head
+from shardcast.store.run import RunStore
+
+
+class Agent:
+    """Minds engines. For one event loop.
+
+    Attributes:
+        metrics: What it counts.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        out: Path,
+        run: str,
+        emit: Callable[[WorkerEvent], None],
+        options: AgentOptions | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        rng: random.Random | None = None,
+    ) -> None:
+        """Ask nothing yet.
+
+        Args:
+            engines: The engines, each once.
+            out: The worker's directory.
+            run: The run.
+            emit: Takes events; called in this loop.
+            options: How they are minded.
+            clock: Monotonic seconds.
+            rng: Spreads retries.
+
+        Raises:
+            UsageError: If there is no engine, or one twice.
+        """
+        names = [engine.name for engine in engines]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise UsageError(f"--engine-url {twice[0]} is given twice")
+        if not names:
+            raise UsageError("--engine needs at least one --engine-url URL")
+        self.metrics = EngineMetrics()
+        self._engines = list(engines)
+        self._run = run
+        self._store = RunStore(out, run)
+        self._emit = emit
+        self._head: Head | None = None
+        self._given_head: Callable[[], Head | None] = lambda: None
+        self._options = options or AgentOptions()
+        self._board = Board(
+            run=run,
+            options=self._options,
+            leases=Leases(self._store),
+            slots=Slots(self._options.max_swapping, self._wake),
+            head=self._newest_head,
+            retain=self._retain,
+        )
+        self._minders = [
+            Minder(
+                engine,
+                self._board,
+                emit,
+                self.metrics,
+                canary=self._canary,
+                clock=clock,
+                rng=rng,
+            )
+            for engine in engines
+        ]
+
+    def find(self, digest: str) -> Target | None:
+        """Return a version that is leased for an engine, by its digest."""
+        return self._board.leases.targets.get(digest)
+
+    def follow_head(self, head: Callable[[], Head | None]) -> None:
+        """Say where the newest accepted head is; until one is there, the one on disk counts."""
+        self._given_head = head
+
+    async def run(self) -> None:
+        """Mind the engines until cancelled. They are left as they are.
+
+        Raises:
+            UsageError: If an engine refuses the key that it is shown at the start.
+            EngineError: If what answers at the start is no engine that can be driven.
+        """
+        try:
+            await self.greet()
+            async with asyncio.TaskGroup() as group:
+                for minder in self._minders:
+                    group.create_task(minder.run(), name=f"minding {minder.name}")
+        finally:
+            await self.close()
+
+    async def greet(self) -> None:
+        """Look at every engine once, so that what they serve is leased before anything is evicted.
+
+        Raises:
+            UsageError: If an engine refuses the key.
+            EngineError: If what answers is no engine that can be driven.
+        """
+        self._head = stored_head(self._store)
+        results = await asyncio.gather(
+            *(minder.greet() for minder in self._minders), return_exceptions=True
+        )
+        for result in results:
+            if isinstance(result, EngineKeyError):
+                raise UsageError(result.message, source=result.source) from result
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+
+    def update(self, target: Target) -> None:
+        """A version is current on this disk, and whole."""
+        if self._board.leases.hold(target):  # else it is being evicted, and a newer one comes
+            self._board.target = target
+            self.metrics.current.set(target.version)
+        self.look()
+
+    def look(self) -> None:
+        """Something may have changed: a head came."""
+        newest = self._board.newest
+        if newest is not None:
+            self.metrics.newest.set(newest)
+        self._wake()
+
+    async def close(self) -> None:
+        """Close connections and give leases back. Activations go on at the engines."""
+        await asyncio.gather(*(engine.close() for engine in self._engines), return_exceptions=True)
+        self._board.leases.close()
+        self._store.close()
+
+    # --- what the minders ask ---------------------------------------------------------------
+
+    def _newest_head(self) -> Head | None:
+        return self._given_head() or self._head
+
+    def _wake(self) -> None:
+        for minder in self._minders:
+            minder.wake.set()
+
+    def _retain(self) -> None:
+        needed = set[str]().union(*(minder.needs for minder in self._minders))
+        if self._board.target is not None:
+            needed.add(self._board.target.digest)
+        self._board.leases.keep(needed)
+
+    def _canary(self, target: Target) -> Canary | None:
+        version = self._store.load_state(target.version)
+        if version is None or version.manifest != target.digest:
+            return None
+        try:
+            return canary_in(version.layout.metadata)
+        except MalformedError as error:
+            self._emit(
+                WorkerEvent(
+                    kind=EventKind.ENGINE_FAILED,
+                    run=self._run,
+                    version=target.version,
+                    manifest=target.digest,
+                    error=EngineError(f"version {target.version}: {error.message}"),
+                )
+            )
+            return None

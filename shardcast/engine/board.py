@@ -1,0 +1,138 @@
+"""What the engines of one agent have in common: the run, this disk, and whose turn it is to pause."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass
+
+from shardcast.engine.decide import Mode
+from shardcast.engine.driver import Target
+from shardcast.engine.forms import DEFAULT_LEASE_SECONDS
+from shardcast.engine.leases import Leases
+from shardcast.errors import MalformedError, UsageError
+from shardcast.protocol.envelope import open_unverified
+from shardcast.protocol.head import Head, decode_head
+from shardcast.store.run import RunStore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentOptions:
+    """How an agent minds its engines.
+
+    Attributes:
+        mode: Who activates.
+        max_swapping: How many of its engines may be paused at once.
+        max_lag: An engine that is more versions behind says that it is not ready; None: never.
+        lease_s: How long an activation may take.
+        adapter: The run's versions are adapters, and this is what they are called.
+        check_canary: Compare what an engine answers with the version's canary.
+        poll_s: How often an engine is asked for its state.
+        watch_s: The same while somebody else is to activate, or an activation is under way.
+    """
+
+    mode: Mode = Mode.AUTO
+    max_swapping: int = 1
+    max_lag: int | None = None
+    lease_s: float = DEFAULT_LEASE_SECONDS
+    adapter: str | None = None
+    check_canary: bool = False
+    poll_s: float = 2.0
+    watch_s: float = 0.25
+
+    def __post_init__(self) -> None:
+        """Check what cannot work.
+
+        Raises:
+            UsageError: Naming it.
+        """
+        if self.max_swapping < 1:
+            raise UsageError(f"--max-swapping is at least 1, not {self.max_swapping}")
+        if self.adapter is not None and self.mode is Mode.MANUAL:
+            raise UsageError("--lora loads adapters itself: it cannot go with --activate manual")
+        if self.adapter is not None and self.check_canary:
+            raise UsageError("--check-canary asks the base model: it cannot go with --lora")
+
+
+class Slots:
+    """So many engines may pause at once. An engine that somebody else makes pause counts as well."""
+
+    def __init__(self, count: int, freed: Callable[[], None]) -> None:
+        """All are free.
+
+        Args:
+            count: How many there are.
+            freed: Called when one becomes free.
+        """
+        self._count = count
+        self._freed = freed
+        self._taken: set[str] = set()
+
+    def free_for(self, engine: str) -> bool:
+        """Say whether an engine may take one, or has one."""
+        return engine in self._taken or len(self._taken) < self._count
+
+    def take(self, engine: str) -> None:
+        """The engine pauses, or is about to."""
+        self._taken.add(engine)
+
+    def give_back(self, engine: str) -> None:
+        """It serves again, or is gone; harmless if it had none."""
+        if engine in self._taken:
+            self._taken.remove(engine)
+            self._freed()
+
+
+@dataclass(slots=True)
+class Board:
+    """What all minders look at.
+
+    Attributes:
+        run: The run.
+        options: How engines are minded.
+        leases: Versions that are needed on this disk.
+        slots: Who may pause.
+        head: Returns the newest accepted head, None before the first.
+        retain: Gives back the leases of versions that no engine needs any more.
+        target: The version that is current on this disk, leased.
+    """
+
+    run: str
+    options: AgentOptions
+    leases: Leases
+    slots: Slots
+    head: Callable[[], Head | None]
+    retain: Callable[[], None]
+    target: Target | None = None
+
+    @property
+    def withdrawn(self) -> Collection[int]:
+        """Versions that nobody should run."""
+        head = self.head()
+        return () if head is None else head.withdrawn
+
+    @property
+    def hold(self) -> bool:
+        """Whether the publisher holds activations."""
+        head = self.head()
+        return head is not None and head.hold
+
+    @property
+    def newest(self) -> int | None:
+        """How far the run is."""
+        head = self.head()
+        if head is not None and head.version is not None:
+            return head.version
+        return None if self.target is None else self.target.version
+
+
+def stored_head(store: RunStore) -> Head | None:
+    """Return the head that was accepted last, by an earlier process: it may hold, or withdraw.
+
+    It is believed as far as everything in OUT is: whoever wrote it had checked the signature.
+    """
+    data = store.read_head()
+    if data is not None:
+        with suppress(MalformedError):
+            return decode_head(open_unverified(data)[1])
+    return None

@@ -1,0 +1,170 @@
+"""JSON over HTTP to one engine: its key, its time limits, and its errors told as ours.
+
+The key is sent and never shown: no message, log line or event has it.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+
+from shardcast.asyncget import Answer, HttpSession, UnansweredError
+from shardcast.config import NetConfig
+from shardcast.connection import parse_endpoint
+from shardcast.engine.forms import MAX_ANSWER_BYTES
+from shardcast.errors import (
+    EngineKeyError,
+    EngineRefusedError,
+    EngineUncertainError,
+    EngineUnreachableError,
+    EngineUnsupportedError,
+    ShardcastError,
+)
+
+ASK_S: Final = 10.0
+"""An engine's API process answers small questions even while its ranks load."""
+STAGE_S: Final = 3600.0
+"""Hashing 1 TB from a slow disk; nobody waits for it but the agent."""
+MARGIN_S: Final = 15.0
+"""Beyond a lease: an engine that keeps it has answered by then."""
+
+
+class EngineClient:
+    """Talks to one engine. For one event loop.
+
+    Attributes:
+        url: Its base URL.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        token: str | None,
+        *,
+        missing: str,
+        config: NetConfig | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """Connect to nothing yet.
+
+        Args:
+            url: Its base URL.
+            token: Its API key, None where it has none.
+            missing: What to do where it has none of the routes.
+            config: Network bounds.
+            tls: For https; None means the system's certificates.
+
+        Raises:
+            UsageError: If it is no URL.
+        """
+        self._endpoint = parse_endpoint(url)
+        self.url = self._endpoint.url
+        self._has_token = token is not None
+        self._missing = missing
+        headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
+        if token is not None:
+            headers["Authorization"] = f"Bearer {token}"
+        self._http = HttpSession(config or NetConfig(), headers, tls)
+
+    async def get(self, path: str, *, timeout_s: float = ASK_S) -> bytes:
+        """Return the body of a 200.
+
+        Raises:
+            EngineUnreachableError: If it does not answer, or with a 5xx.
+            EngineKeyError, EngineUnsupportedError, EngineRefusedError: As the answer says.
+        """
+        try:
+            answer = await self._http.get(
+                self._endpoint, path, limit=MAX_ANSWER_BYTES, timeout_s=timeout_s
+            )
+        except ShardcastError as error:
+            raise self._unreachable(error) from error
+        self._judge(path, answer)
+        if answer.status >= 500:
+            raise EngineUnreachableError(
+                f"engine {self.url} answers {answer.status} to {path}", source=self.url
+            )
+        if answer.status != 200:
+            raise self._refused(path, answer)
+        return answer.body
+
+    async def post(
+        self, path: str, content: bytes | Mapping[str, object], *, timeout_s: float = ASK_S
+    ) -> Answer:
+        """Post JSON, once; return the answer whatever its status, but for those that say no route.
+
+        Raises:
+            EngineUnreachableError: If it cannot be reached: nothing was sent.
+            EngineUncertainError: If it was sent and nobody knows what became of it.
+            EngineKeyError, EngineUnsupportedError: As the answer says.
+        """
+        body = content if isinstance(content, bytes) else msgspec.json.encode(content)
+        try:
+            answer = await self._http.post(
+                self._endpoint, path, body, limit=MAX_ANSWER_BYTES, timeout_s=timeout_s
+            )
+        except UnansweredError as error:
+            raise EngineUncertainError(
+                f"engine {self.url} was asked and did not answer: {error.message}", source=self.url
+            ) from error
+        except ShardcastError as error:
+            raise self._unreachable(error) from error
+        self._judge(path, answer)
+        return answer
+
+    def uncertain(self, path: str, answer: Answer) -> EngineUncertainError:
+        """Return the error of an answer that says nothing: of a proxy, of a server that broke."""
+        return EngineUncertainError(
+            f"engine {self.url} answers {answer.status} to {path}{_said(answer.body)}",
+            source=self.url,
+        )
+
+    def members(self, path: str, body: bytes) -> dict[str, Any]:
+        """Decode a JSON object.
+
+        Raises:
+            EngineUnsupportedError: If it is none.
+        """
+        try:
+            return msgspec.json.decode(body, type=dict[str, Any])
+        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+            raise EngineUnsupportedError(
+                f"{self.url} answers {path} with something else than a JSON object", source=self.url
+            ) from error
+
+    async def close(self) -> None:
+        """Close connections."""
+        await self._http.close()
+
+    def _judge(self, path: str, answer: Answer) -> None:
+        if answer.status in (401, 403):
+            shown = "does not take the key" if self._has_token else "wants a key"
+            raise EngineKeyError(
+                f"engine {self.url} {shown}: give what it was started with (--api-key) by "
+                "--engine-token-file FILE, or SHARDCAST_ENGINE_TOKEN in the environment",
+                source=self.url,
+            )
+        if answer.status in (404, 405):
+            raise EngineUnsupportedError(
+                f"{self.url} has no {path}: {self._missing}", source=self.url
+            )
+
+    def _unreachable(self, error: ShardcastError) -> EngineUnreachableError:
+        return EngineUnreachableError(
+            f"engine {self.url} cannot be reached: {error.message}", source=self.url
+        )
+
+    def _refused(self, path: str, answer: Answer) -> EngineRefusedError:
+        return EngineRefusedError(
+            f"engine {self.url} answers {answer.status} to {path}{_said(answer.body)}",
+            source=self.url,
+            reason="failed",
+        )
+
+
+def _said(body: bytes) -> str:
+    text = body[:400].decode("utf-8", "replace").strip()
+    return f": {' '.join(text.split())}" if text else ""

@@ -1,0 +1,95 @@
+"""What an agent counts (Prometheus), in a registry of its own."""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from shardcast.engine.decide import served_by
+from shardcast.engine.forms import EngineState
+
+_PAUSE_SECONDS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_STAGE_SECONDS: Final = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+class EngineMetrics:
+    """An agent's gauges and counters. Engines are told apart by their URL."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.reachable = self._gauge("reachable", "Whether the engine answers")
+        self.ready = self._gauge("ready", "Whether the engine says that it is ready")
+        self.paused = self._gauge("paused", "Whether the engine is paused")
+        self.poisoned = self._gauge(
+            "poisoned", "Whether nobody knows which weights the engine has loaded"
+        )
+        self.served = self._gauge(
+            "served_version", "Version that the engine serves; 0: none of ours"
+        )
+        self.staged = self._gauge("staged_version", "Version that the engine has staged; 0: none")
+        self.lag = self._gauge("lag_versions", "Versions that the engine is behind the run")
+        self.failed_at = Gauge(
+            "shardcast_engine_failure_timestamp_seconds",
+            "When the engine failed last, by the phase it failed in",
+            ["engine", "phase"],
+            registry=self.registry,
+        )
+        self.failures = Counter(
+            "shardcast_engine_failures",
+            "What an engine failed at, by phase",
+            ["engine", "phase"],
+            registry=self.registry,
+        )
+        self.activations = Counter(
+            "shardcast_engine_activations",
+            "Versions that the engine was seen to begin to serve",
+            ["engine"],
+            registry=self.registry,
+        )
+        self.pause_seconds = Histogram(
+            "shardcast_engine_pause_seconds",
+            "How long the engine was paused for an activation",
+            ["engine"],
+            buckets=_PAUSE_SECONDS,
+            registry=self.registry,
+        )
+        self.stage_seconds = Histogram(
+            "shardcast_engine_stage_seconds",
+            "How long the engine took to verify a version and hold it",
+            ["engine"],
+            buckets=_STAGE_SECONDS,
+            registry=self.registry,
+        )
+        self.newest = Gauge(
+            "shardcast_agent_newest_version", "Newest version of the run", registry=self.registry
+        )
+        self.current = Gauge(
+            "shardcast_agent_current_version",
+            "Version that is current on this disk",
+            registry=self.registry,
+        )
+
+    def seen(self, engine: str, state: EngineState | None, newest: int | None) -> None:
+        """Take what an engine says, or that it says nothing."""
+        self.reachable.labels(engine).set(state is not None)
+        if state is None:
+            self.ready.labels(engine).set(0)
+            return
+        served = served_by(state)
+        self.ready.labels(engine).set(state.ready)
+        self.paused.labels(engine).set(state.paused)
+        self.poisoned.labels(engine).set(state.poisoned)
+        self.served.labels(engine).set(0 if served is None else served.version)
+        self.staged.labels(engine).set(0 if state.staged is None else state.staged.version)
+        if served is not None and newest is not None:
+            self.lag.labels(engine).set(max(newest - served.version, 0))
+
+    def failed(self, engine: str, phase: str) -> None:
+        """An engine failed."""
+        self.failures.labels(engine, phase).inc()
+        self.failed_at.labels(engine, phase).set(time.time())
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(f"shardcast_engine_{name}", text, ["engine"], registry=self.registry)

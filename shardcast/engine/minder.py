@@ -1,0 +1,446 @@
+"""Minds one engine: looks at its state, does what ``decide`` says, and waits until something changes.
+
+Whatever the engine does meanwhile (restart, die, be activated by somebody else), the next look at its
+state says what is to be done; nothing that this process remembers is needed to be right, so it may be
+killed at any moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Final
+
+from shardcast.canary import Canary, difference
+from shardcast.engine.board import Board
+from shardcast.engine.client import MARGIN_S
+from shardcast.engine.decide import Action, Kind, Mode, View, decide, served_by
+from shardcast.engine.driver import Engine, Target
+from shardcast.engine.forms import Activating, EngineState, Identity, Staged, label_of
+from shardcast.engine.metrics import EngineMetrics
+from shardcast.errors import (
+    EngineError,
+    EngineRefusedError,
+    EngineUncertainError,
+    EngineUnreachableError,
+    ShardcastError,
+)
+from shardcast.events import EventKind, WorkerEvent
+
+RETRY_FIRST_S: Final = 1.0
+RETRY_CAP_S: Final = 30.0
+"""What an engine could not do is tried again after so long at most; a newer version, at once."""
+
+
+class Minder:
+    """Minds one engine until it is cancelled.
+
+    Attributes:
+        name: The engine's URL.
+        wake: Set by whoever knows that something changed.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        board: Board,
+        emit: Callable[[WorkerEvent], None],
+        metrics: EngineMetrics,
+        *,
+        canary: Callable[[Target], Canary | None] = lambda target: None,
+        clock: Callable[[], float] = time.monotonic,
+        rng: random.Random | None = None,
+    ) -> None:
+        """Ask nothing yet.
+
+        Args:
+            engine: The engine.
+            board: What all engines have in common.
+            emit: Takes events.
+            metrics: Counts.
+            canary: Returns a version's canary, None where it has none.
+            clock: Monotonic seconds.
+            rng: Spreads retries.
+        """
+        self.name = engine.name
+        self.wake = asyncio.Event()
+        self._engine = engine
+        self._board = board
+        self._options = board.options
+        self._emit = emit
+        self._metrics = metrics
+        self._canary = canary
+        self._clock = clock
+        self._rng = rng or random.Random()  # noqa: S311 - spreads load, keeps no secret
+        self._state: EngineState | None = None
+        self._seen: bool = False
+        self._identity: Identity | None = None
+        self._last: Target | None = None
+        self._told: int | None = None
+        self._tellable = True
+        self._working: Target | None = None
+        self._away = False
+        self._failure_at: int | None = None
+        self._refused: set[str] = set()
+        self._checked: set[str] = set()
+        self._pending: tuple[Target, float] | None = None
+        self._failures = 0
+        self._rests_until = 0.0
+        self._failed_with: str | None = None
+        self._reported: str | None = None
+
+    async def run(self) -> None:
+        """Mind it. Ends by cancellation only; an activation that was begun goes on at the engine."""
+        while True:
+            self.wake.clear()
+            pause_s = await self.round()
+            if pause_s > 0:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(pause_s):
+                        await self.wake.wait()
+
+    async def greet(self) -> None:
+        """Look at it once, so that what it serves and has staged is leased before anything goes.
+
+        An engine that does not answer is minded later.
+
+        Raises:
+            EngineKeyError, EngineUnsupportedError: If no later look would help.
+        """
+        with suppress(EngineRefusedError, EngineUncertainError, EngineUnreachableError):
+            self._take(await self._engine.state())
+
+    @property
+    def needs(self) -> set[str]:
+        """The digests that must stay on this disk for it."""
+        pending = None if self._pending is None else self._pending[0]
+        found = {one.digest for one in (self._last, self._working, pending) if one is not None}
+        state = self._state
+        if state is not None:
+            served = served_by(state)
+            found |= {one.digest for one in (served, state.staged, state.activating) if one}
+            found |= {one.digest for one in state.lora}
+        return found
+
+    # --- one round --------------------------------------------------------------------------
+
+    async def round(self) -> float:
+        """Look, decide, act; return how long to wait before the next round, 0: not at all."""
+        try:
+            state = await self._engine.state()
+        except EngineError as error:
+            return self._lost(error)
+        self._take(state)
+        if await self._check_canary():
+            return 0.0
+        action = decide(self._view(state))
+        try:
+            return await self._perform(action, state)
+        except EngineRefusedError as error:
+            if error.reason == "busy":  # somebody else is at it: no failure of the engine's
+                return self._options.watch_s
+            return self._fail(error, error.phase, action)
+        except EngineUncertainError as error:
+            if self._pending is not None:
+                return 0.0  # the state says what became of it
+            return self._fail(error, action.kind.value, action)
+        except EngineError as error:
+            return self._lost(error)
+
+    async def _perform(self, action: Action, state: EngineState) -> float:
+        target = action.target
+        match action.kind:
+            case Kind.TELL:
+                self._told = self._board.newest  # whether or not it hears: nothing waits for it
+                if self._told is not None:
+                    run, max_lag = self._board.run, self._options.max_lag
+                    told = await self._engine.tell(run, self._told, max_lag)
+                    self._tellable = told.newest is not None
+            case Kind.STAGE if target is not None:
+                with self._working_on(target):
+                    await self._stage(target)
+            case Kind.ACTIVATE if target is not None:
+                with self._working_on(target):
+                    return await self._activate(target)
+            case Kind.LOAD if target is not None:
+                with self._working_on(target):
+                    await self._load(target)
+            case Kind.UNLOAD if action.identity is not None and self._options.adapter:
+                await self._engine.unload_adapter(self._options.adapter, action.identity)
+            case _:
+                return self._pause_s(state)
+        return 0.0
+
+    def _pause_s(self, state: EngineState) -> float:
+        """Return when to look again, where nothing is to be done now."""
+        watched = self._options.mode is Mode.MANUAL or state.activating is not None
+        pause_s = self._options.watch_s if watched or self._pending else self._options.poll_s
+        rest_s = self._rests_until - self._clock()
+        return max(min(pause_s, rest_s), 0.01) if rest_s > 0 else pause_s
+
+    def _view(self, state: EngineState) -> View:
+        board, target = self._board, self._board.target
+        digest = None if target is None else target.digest
+        if digest != self._failed_with:  # a new version may well do
+            self._failures, self._rests_until = 0, 0.0
+        return View(
+            state=state,
+            target=target,
+            last=self._last,
+            held=board.leases.targets,
+            withdrawn=board.withdrawn,
+            refused=self._refused,
+            hold=board.hold,
+            mode=self._options.mode,
+            newest=board.newest,
+            told=self._told if state.newest is not None or not self._tellable else None,
+            resting=self._clock() < self._rests_until or self._pending is not None,
+            slot=board.slots.free_for(self.name),
+            adapter=self._options.adapter,
+        )
+
+    @contextmanager
+    def _working_on(self, target: Target) -> Iterator[None]:
+        """Keep a version on this disk while the engine is told to take it."""
+        self._working = target
+        try:
+            yield
+        finally:
+            self._working = None
+
+    # --- what it does -----------------------------------------------------------------------
+
+    async def _stage(self, target: Target) -> None:
+        started = self._clock()
+        self._state = await self._engine.stage(target)
+        self._metrics.stage_seconds.labels(self.name).observe(self._clock() - started)
+        self._tell(EventKind.STAGED, target)
+        self._healed()
+
+    async def _activate(self, target: Target) -> float:
+        slots = self._board.slots
+        slots.take(self.name)
+        try:
+            swapped = await self._engine.activate(target)
+        except EngineUncertainError:
+            self._pending = (target, self._clock())
+            raise
+        except BaseException:
+            slots.give_back(self.name)
+            raise
+        slots.give_back(self.name)
+        self._announce(target, swapped.pause_ms)
+        return 0.0
+
+    async def _load(self, target: Target) -> None:
+        name = self._options.adapter
+        assert name is not None
+        state = await self._engine.load_adapter(name, target)
+        loaded = [one for one in state.lora if one.digest == target.digest and one.name == name]
+        self._tell(EventKind.ACTIVATED, target, model=loaded[0].model if loaded else None)
+        self._metrics.activations.labels(self.name).inc()
+        self._healed()
+
+    # --- what it sees -----------------------------------------------------------------------
+
+    def _take(self, state: EngineState) -> None:
+        """Take in what the engine says."""
+        self._state = state
+        identity = served_by(state)
+        for name in (identity, _name_of(state.staged), _name_of(state.activating)):
+            if name is not None:
+                self._board.leases.find(name)
+        self._resolve(state, identity)
+        if state.activating is not None:
+            self._board.slots.take(self.name)
+        elif self._pending is None:
+            self._board.slots.give_back(self.name)
+        if self._seen and identity is not None and identity != self._identity:
+            self._announce_seen(state, identity)
+        if identity is None and self._identity is not None:
+            self._checked.discard(self._identity.digest)
+        self._identity, self._seen = identity, True
+        if identity is not None and not self._must_check(identity):
+            self._is_good(identity)
+        if self._away:
+            self._away, self._reported = False, None
+        if self._options.mode is Mode.MANUAL:
+            self._tell_failure(state)
+        self._metrics.seen(self.name, state, self._board.newest)
+        self._board.retain()
+
+    def _is_good(self, identity: Identity) -> None:
+        """It serves that version, and well: to that it goes back."""
+        if identity.digest not in self._refused:
+            self._last = self._board.leases.targets.get(identity.digest, self._last)
+
+    def _tell_failure(self, state: EngineState) -> None:
+        """Somebody else activates, and the engine tells how that failed."""
+        failure = state.last_failure
+        if failure is None or failure.t == self._failure_at:
+            return
+        self._failure_at = failure.t
+        error = EngineRefusedError(
+            f"engine {self.name}: {failure.message}",
+            source=self.name,
+            phase=failure.phase,
+            reason=failure.code,
+        )
+        self._report(error, failure.phase)
+
+    def _resolve(self, state: EngineState, identity: Identity | None) -> None:
+        """Learn what became of an activation that the engine did not answer."""
+        if self._pending is None or state.activating is not None:
+            return
+        target, self._pending = self._pending[0], None
+        if identity is None or identity.digest != target.digest:
+            why = state.last_failure
+            said = f": {why.message}" if why is not None else ""
+            error = EngineRefusedError(
+                f"engine {self.name} did not activate version {target.version}{said}",
+                source=self.name,
+                phase="activate" if why is None else why.phase,
+                reason="failed",
+            )
+            self._fail(error, error.phase, Action(Kind.ACTIVATE, target))
+
+    def _announce_seen(self, state: EngineState, identity: Identity) -> None:
+        """It serves another version: somebody else activated, or the answer did not reach us."""
+        pause = [swap.pause_ms for swap in state.swaps if swap.to == label_of(identity)]
+        held = self._board.leases.targets.get(identity.digest)
+        step = state.served.step if state.served is not None else None
+        self._note(identity, held.step if held is not None else step, pause[-1] if pause else None)
+
+    def _announce(self, target: Target, pause_ms: float) -> None:
+        if target.identity == self._identity:
+            return
+        self._identity, self._seen = target.identity, True
+        self._note(target.identity, target.step, pause_ms)
+
+    def _note(self, identity: Identity, step: int | None, pause_ms: float | None) -> None:
+        self._metrics.activations.labels(self.name).inc()
+        if pause_ms is not None:
+            self._metrics.pause_seconds.labels(self.name).observe(pause_ms / 1000)
+        self._emit(
+            WorkerEvent(
+                kind=EventKind.ACTIVATED,
+                run=identity.run,
+                version=identity.version,
+                step=step,
+                manifest=identity.digest,
+                engine=self.name,
+                pause_ms=pause_ms,
+            )
+        )
+        self._healed()
+
+    # --- canaries ---------------------------------------------------------------------------
+
+    async def _check_canary(self) -> bool:
+        """Check what it serves, once; return whether that changed what is to be done."""
+        identity = self._identity
+        if identity is None or not self._must_check(identity):
+            return False
+        target = self._board.leases.targets.get(identity.digest)
+        canary = None if target is None else self._canary(target)
+        try:
+            wrong = None if canary is None else await self._compare(canary)
+        except EngineError as unanswered:
+            self._report(unanswered, "check", target)
+            return False
+        self._checked.add(identity.digest)
+        if wrong is None:
+            self._is_good(identity)
+            return False
+        self._refused.add(identity.digest)
+        back = self._last if self._options.mode is Mode.AUTO else None
+        where = (
+            "it serves it on: activate another version"
+            if back is None
+            else f"it goes back to version {back.version}"
+        )
+        error = EngineRefusedError(
+            f"engine {self.name} does not answer as the canary of version {identity.version} "
+            f"says: {wrong}; {where}",
+            source=self.name,
+            phase="check",
+            reason="failed",
+        )
+        self._report(error, "check", target)
+        return True
+
+    def _must_check(self, identity: Identity) -> bool:
+        return self._options.check_canary and identity.digest not in self._checked
+
+    async def _compare(self, canary: Canary) -> str | None:
+        for number, prompt in enumerate(canary.prompts):
+            wrong = difference(canary, number, await self._engine.score(prompt.tokens))
+            if wrong is not None:
+                return wrong
+        return None
+
+    # --- failures ---------------------------------------------------------------------------
+
+    def _lost(self, error: EngineError) -> float:
+        """It does not answer, or not as an engine: the others go on, this one is asked again."""
+        self._away = True
+        self._metrics.seen(self.name, None, self._board.newest)
+        if self._pending is not None:
+            waited_s = self._clock() - self._pending[1]
+            if waited_s < self._options.lease_s + MARGIN_S:
+                self._report(error, "serve")
+                return self._options.watch_s
+            self._pending = None
+        self._board.slots.give_back(self.name)
+        self._report(error, "serve")
+        return self._options.poll_s
+
+    def _fail(self, error: EngineError, phase: str, action: Action) -> float:
+        self._failures += 1
+        target = self._board.target
+        self._failed_with = None if target is None else target.digest
+        cap = min(RETRY_FIRST_S * 2.0 ** min(self._failures, 16), RETRY_CAP_S)
+        self._rests_until = self._clock() + self._rng.uniform(cap / 2, cap)
+        self._report(error, phase, action.target)
+        return 0.0 if self._pending is not None else self._options.watch_s
+
+    def _report(self, error: EngineError, phase: str, target: Target | None = None) -> None:
+        """Tell a failure, the same one only once in a row."""
+        self._metrics.failed(self.name, phase)
+        if self._reported == error.message:
+            return
+        self._reported = error.message
+        self._tell(EventKind.ENGINE_FAILED, target, error=error)
+
+    def _healed(self) -> None:
+        self._failures, self._rests_until = 0, 0.0
+        self._reported = None
+
+    def _tell(
+        self,
+        kind: EventKind,
+        target: Target | None,
+        *,
+        error: ShardcastError | None = None,
+        model: str | None = None,
+    ) -> None:
+        self._emit(
+            WorkerEvent(
+                kind=kind,
+                run=self._board.run,
+                version=None if target is None else target.version,
+                step=None if target is None else target.step,
+                manifest=None if target is None else target.digest,
+                path=None if target is None else target.path,
+                engine=self.name,
+                model=model,
+                error=error,
+            )
+        )
+
+
+def _name_of(one: Staged | Activating | None) -> Identity | None:
+    return None if one is None else Identity(one.run, one.version, one.digest)

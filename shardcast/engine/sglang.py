@@ -1,0 +1,486 @@
+"""SGLang over HTTP, as it comes: pause, load from disk, flush, continue.
+
+SGLang has no lease and no single call, so this driver is the one that must not leave it half loaded:
+
+- an intent is on disk from before the first call until after the last one (``intents``);
+- nothing continues it but a load that succeeded, of the new version or of the old one again;
+- ``success: false`` may come with the new label, when the weights were loaded and the prefix cache was
+  not flushed: then the cache is flushed before anything goes on;
+- where SGLang says nothing, or the old version cannot be loaded again, it stays paused and counts as
+  poisoned until a full activation succeeds.
+
+The weight version that it reports is our label (``forms.label_of``): a state that outlives the agent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from shardcast.config import NetConfig
+from shardcast.engine import forms
+from shardcast.engine.client import ASK_S, EngineClient
+from shardcast.engine.driver import Manner, Swapped, Target
+from shardcast.engine.forms import EngineState, Identity, Phase
+from shardcast.engine.intents import Intents, MemoryIntents
+from shardcast.engine.scoring import score
+from shardcast.errors import (
+    EngineError,
+    EngineRefusedError,
+    EngineUncertainError,
+    EngineUnreachableError,
+    EngineUnsupportedError,
+    UsageError,
+)
+
+STEPS: Final = "is it an SGLang server (0.5.10 or newer), and is the URL its base URL?"
+PAUSE_MODES: Final = {"recompute": "retract", "abort": "abort"}
+"""``in_place`` keeps a prefix cache that cannot be flushed; without a pause nothing bounds a failure."""
+
+_INFO: Final = "/model_info"
+_OLD_INFO: Final = "/get_model_info"
+_MODELS: Final = "/v1/models"
+_PAUSE: Final = "/pause_generation"
+_CONTINUE: Final = "/continue_generation"
+_UPDATE: Final = "/update_weights_from_disk"
+_FLUSH: Final = "/flush_cache"
+_LOAD_ADAPTER: Final = "/load_lora_adapter"
+_UNLOAD_ADAPTER: Final = "/unload_lora_adapter"
+_FLUSHES: Final = 3
+_ADAPTER_SEPARATOR: Final = "/"
+
+Check = Callable[[Target], Awaitable[None]]
+"""Hashes a version's files, which also makes their pages resident; raises what is wrong."""
+Find = Callable[[str], Target | None]
+"""Returns the version with that digest if it is on this disk."""
+
+
+async def _no_check(target: Target) -> None:
+    """Take a version as it is."""
+
+
+def _nowhere(digest: str) -> Target | None:
+    return None
+
+
+@dataclass
+class _Memory:
+    """What SGLang does not remember for us."""
+
+    run: str | None = None
+    staged: forms.Staged | None = None
+    newest: int | None = None
+    max_lag: int | None = None
+    failure: forms.Failure | None = None
+    since: dict[str, int] = field(default_factory=dict)
+    steps: dict[str, int | None] = field(default_factory=dict)
+    swaps: list[forms.Swap] = field(default_factory=list)
+    count: int = 0
+    activating: forms.Activating | None = None
+
+
+class SglangEngine:
+    """An SGLang server.
+
+    Attributes:
+        name: Its URL.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        token: str | None = None,
+        manner: Manner | None = None,
+        *,
+        intents: Intents | None = None,
+        check: Check = _no_check,
+        find: Find = _nowhere,
+        config: NetConfig | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """Connect to nothing yet.
+
+        Args:
+            url: Its base URL.
+            token: Its API key or admin key.
+            manner: How it swaps.
+            intents: Remembers an activation under way.
+            check: Verifies a version's files when it is staged.
+            find: Knows where versions are, to load the old one again.
+            config: Network bounds.
+            tls: For https.
+
+        Raises:
+            UsageError: If it is no URL, or SGLang cannot swap in that manner.
+        """
+        self._manner = manner or Manner()
+        if self._manner.requests not in PAUSE_MODES:
+            raise UsageError(
+                f"--requests {self._manner.requests} is not possible with SGLang: choose "
+                f"{' or '.join(PAUSE_MODES)}"
+            )
+        self._client = EngineClient(url, token, missing=STEPS, config=config, tls=tls)
+        self._intents = intents or MemoryIntents()
+        self._check = check
+        self._find = find
+        self._memory = _Memory()
+        self._running: asyncio.Task[Swapped] | None = None
+        self.name = self._client.url
+
+    # --- what it says -----------------------------------------------------------------------
+
+    async def state(self) -> EngineState:
+        """Return what is known of it."""
+        memory = self._memory
+        info = await self._info()
+        label = info.get("weight_version")
+        if not isinstance(label, str):
+            raise EngineUnsupportedError(
+                f"{self.name} reports no weight_version: {STEPS}", source=self.name
+            )
+        identity = forms.parse_label(label)
+        # While this process is at it, nobody need come to its rescue.
+        pending = self._intents.pending()
+        lost = pending and memory.activating is None
+        served = None if pending else self._served(identity)
+        lag = None
+        if served is not None and memory.newest is not None:
+            lag = max(memory.newest - served.version, 0)
+        behind = lag is not None and memory.max_lag is not None and lag > memory.max_lag
+        return EngineState(
+            engine="sglang",
+            engine_version=str(info.get("version") or "unknown"),
+            plugin_version="none",
+            run=identity.run if identity is not None else memory.run,
+            served=served,
+            staged=memory.staged,
+            activating=memory.activating,
+            paused=pending,
+            poisoned=lost,
+            ready=not pending and served is not None and not behind,
+            why=self._why(pending=pending, served=served is not None, behind=behind),
+            lag=lag,
+            newest=memory.newest,
+            max_lag=memory.max_lag,
+            last_failure=memory.failure,
+            swap_count=memory.count,
+            swaps=list(memory.swaps),
+            lora=await self._adapters(),
+        )
+
+    async def _info(self) -> dict[str, Any]:
+        try:
+            return self._client.members(_INFO, await self._client.get(_INFO))
+        except EngineUnsupportedError:  # named so until 0.5.5
+            return self._client.members(_OLD_INFO, await self._client.get(_OLD_INFO))
+
+    def _served(self, identity: Identity | None) -> forms.Served | None:
+        if identity is None:
+            return None
+        since = self._memory.since.setdefault(identity.digest, _now_ms())
+        step = self._memory.steps.get(identity.digest)
+        return forms.Served(
+            version=identity.version, digest=identity.digest, step=step, since=since
+        )
+
+    @staticmethod
+    def _why(*, pending: bool, served: bool, behind: bool) -> str:
+        if pending:
+            return "an activation is under way or was interrupted"
+        if not served:
+            return "it was booted from elsewhere and nothing was activated"
+        return "it is too far behind" if behind else ""
+
+    async def _adapters(self) -> list[forms.Lora]:
+        listed = self._client.members(_MODELS, await self._client.get(_MODELS)).get("data")
+        found = []
+        for one in listed if isinstance(listed, list) else ():
+            model = one.get("id") if isinstance(one, dict) else None
+            name, _, label = str(model).partition(_ADAPTER_SEPARATOR)
+            identity = forms.parse_label(label)
+            if identity is not None and isinstance(model, str):
+                found.append(
+                    forms.Lora(
+                        name=name,
+                        model=model,
+                        run=identity.run,
+                        version=identity.version,
+                        digest=identity.digest,
+                        path=str(one.get("root") or model),
+                        loaded=True,
+                    )
+                )
+        return found
+
+    async def tell(self, run: str, newest: int, max_lag: int | None) -> EngineState:
+        """Remember how far the run is; SGLang itself is not asked."""
+        memory = self._memory
+        memory.run, memory.newest, memory.max_lag = run, newest, max_lag
+        return await self.state()
+
+    async def score(self, tokens: Sequence[int]) -> list[float]:
+        """Return the log-probability of each token but the first, given those before it."""
+        return await score(self._client, tokens)
+
+    # --- stage ------------------------------------------------------------------------------
+
+    async def stage(self, target: Target) -> EngineState:
+        """Verify a version's files on this host, which makes their pages resident."""
+        await self._verify(target)
+        return await self.state()
+
+    async def _verify(self, target: Target) -> None:
+        if not target.path.is_dir():
+            raise self._error("stage", "unavailable", f"cannot read {target.path}", target.version)
+        try:
+            await self._check(target)
+        except EngineError:
+            raise
+        except Exception as error:
+            raise self._error("stage", "integrity", str(error), target.version) from error
+        self._memory.staged = forms.Staged(
+            run=target.run,
+            version=target.version,
+            digest=target.digest,
+            step=target.step,
+            path=str(target.path),
+            since=_now_ms(),
+        )
+
+    # --- activate ---------------------------------------------------------------------------
+
+    async def activate(self, target: Target) -> Swapped:
+        """Pause, load, flush, continue. Cancellation waits until that has ended one way or another."""
+        if self._running is not None and not self._running.done():
+            raise EngineRefusedError(
+                f"engine {self.name} is being activated already",
+                source=self.name,
+                phase="pause",
+                reason="busy",
+            )
+        running = self._running = asyncio.ensure_future(self._activate(target))
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            await asyncio.wait([running])
+            if not running.cancelled():
+                running.exception()  # the intent says what is to be done
+            raise
+
+    async def _activate(self, target: Target) -> Swapped:
+        memory = self._memory
+        before = forms.parse_label(str((await self._info()).get("weight_version")))
+        if before == target.identity and not self._intents.pending():
+            return Swapped(0.0, {}, await self.state())
+        if memory.staged is None or memory.staged.digest != target.digest:
+            await self._verify(target)
+        self._at("pause", target)
+        was_whole = not self._intents.pending()
+        try:
+            self._intents.begin(target.identity)
+            watch = _Watch()
+            await self._pause(target, was_whole=was_whole)
+            watch.lap("pause")
+            phases = await self._swap(target, before, watch)
+        finally:
+            memory.activating = None
+        memory.staged = memory.failure = None
+        memory.since[target.digest] = _now_ms()
+        memory.steps[target.digest] = target.step
+        return Swapped(sum(phases.values()), phases, await self.state())
+
+    async def _pause(self, target: Target, *, was_whole: bool) -> None:
+        """Pause. Where that was refused or never sent, it goes on as before."""
+        mode = {"mode": PAUSE_MODES[self._manner.requests]}
+        try:
+            await self._do(_PAUSE, mode, "pause", target)
+        except (EngineRefusedError, EngineUnreachableError):
+            if was_whole:
+                self._intents.end()
+            raise
+
+    async def _swap(
+        self, target: Target, before: Identity | None, watch: _Watch
+    ) -> dict[str, float]:
+        """Load a version and continue; return what each phase took."""
+        try:
+            self._at("load", target)
+            await self._load(target)
+            watch.lap("load")
+        except (EngineRefusedError, EngineUncertainError) as error:
+            await self._give_back(target, before, error, watch)
+            raise
+        self._at("resume", target)
+        await self._do(_CONTINUE, {}, "resume", target)
+        watch.lap("resume")
+        self._intents.end()
+        self._log(before, target.identity, watch)
+        return watch.phases_ms
+
+    async def _load(self, target: Target) -> None:
+        """Load a version and see to it that no cached prefix of another one is left."""
+        path = {
+            "model_path": str(target.path),
+            "weight_version": str(target.identity),
+            "flush_cache": True,
+        }
+        answer = await self._client.post(_UPDATE, path, timeout_s=self._manner.lease_s)
+        if answer.status >= 500:
+            raise self._client.uncertain(_UPDATE, answer)
+        said = self._client.members(_UPDATE, answer.body)
+        if answer.status == 200 and said.get("success") is True:
+            return
+        message = str(said.get("message") or said)[: forms.MAX_MESSAGE_CHARS]
+        label = (await self._info()).get("weight_version")
+        if label != str(target.identity) or "flush" not in message.lower():
+            raise self._error("load", "failed", f"it did not load: {message}", target.version)
+        await self._flush(target, message)
+
+    async def _flush(self, target: Target, message: str) -> None:
+        """Flush what the update did not: the weights are the new ones, the prefixes the old ones'."""
+        for _ in range(_FLUSHES):
+            answer = await self._client.post(f"{_FLUSH}?timeout=1", {}, timeout_s=ASK_S)
+            if answer.status == 200:
+                return
+        raise self._error(
+            "load", "failed", f"its prefix cache was not flushed: {message}", target.version
+        )
+
+    async def _give_back(
+        self,
+        target: Target,
+        before: Identity | None,
+        error: EngineRefusedError | EngineUncertainError,
+        watch: _Watch,
+    ) -> None:
+        """Load the old version again, and only then continue; else it stays paused.
+
+        SGLang's own way back reads the new path once more, so it is not relied on.
+        """
+        old = None if before is None else self._find(before.digest)
+        failed = error.message
+        if isinstance(error, EngineRefusedError) and old is not None:
+            try:
+                await self._load(old)
+                watch.lap("load")
+                await self._do(_CONTINUE, {}, "resume", old)
+                watch.lap("resume")
+            except EngineError as again:
+                failed = f"{failed}; nor did version {old.version} again: {again.message}"
+            else:
+                self._intents.end()
+                self._log(before, before, watch)
+                return
+        error.message = (
+            f"{failed}. It stays paused and nobody knows what it has loaded: the next activation "
+            "loads a whole version; if none succeeds, restart the server"
+        )
+        self._fail("load", "failed", error.message, target.version)
+
+    async def _do(self, path: str, body: Mapping[str, object], phase: Phase, target: Target) -> None:
+        answer = await self._client.post(path, body, timeout_s=self._manner.lease_s)
+        if answer.status >= 500:
+            raise self._client.uncertain(path, answer)
+        if answer.status != 200:
+            said = answer.body[:200].decode("utf-8", "replace")
+            raise self._error(
+                phase, "failed", f"answers {answer.status} to {path}: {said}", target.version
+            )
+
+    def _at(self, phase: Phase, target: Target) -> None:
+        self._memory.activating = forms.Activating(
+            run=target.run,
+            version=target.version,
+            digest=target.digest,
+            phase=phase,
+            since=_now_ms(),
+        )
+
+    def _log(self, before: Identity | None, after: Identity | None, watch: _Watch) -> None:
+        memory = self._memory
+        memory.count += 1
+        memory.swaps.append(
+            forms.Swap(
+                n=memory.count,
+                from_=None if before is None else str(before),
+                to=None if after is None else str(after),
+                paused_at=watch.began_ms,
+                resumed_at=_now_ms(),
+                pause_ms=sum(watch.phases_ms.values()),
+                requests=self._manner.requests,
+            )
+        )
+        del memory.swaps[: -forms.MAX_SWAPS]
+
+    # --- adapters ---------------------------------------------------------------------------
+
+    async def load_adapter(self, name: str, target: Target) -> EngineState:
+        """Load an adapter directory under a model name that is never used again."""
+        model = f"{name}{_ADAPTER_SEPARATOR}{target.identity}"
+        await self._verify(target)
+        self._memory.staged = None
+        body = {"lora_name": model, "lora_path": str(target.path)}
+        await self._adapter(_LOAD_ADAPTER, body, target.version, fine="already loaded")
+        return await self.state()
+
+    async def unload_adapter(self, name: str, identity: Identity) -> EngineState:
+        """Give up what was loaded for a version of an adapter."""
+        body = {"lora_name": f"{name}{_ADAPTER_SEPARATOR}{identity}"}
+        await self._adapter(_UNLOAD_ADAPTER, body, identity.version, fine="not loaded")
+        return await self.state()
+
+    async def _adapter(self, path: str, body: dict[str, str], version: int, *, fine: str) -> None:
+        answer = await self._client.post(path, body, timeout_s=self._manner.lease_s)
+        if answer.status >= 500:
+            raise self._client.uncertain(path, answer)
+        said = self._client.members(path, answer.body)
+        message = str(said.get("error_message") or said.get("message") or said)
+        if said.get("success") is not True and fine not in message.lower():
+            raise self._error("lora", "failed", message, version)
+
+    # --- plumbing ---------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """Wait for an activation that runs, then close connections."""
+        if self._running is not None:
+            await asyncio.wait([self._running])
+        await self._client.close()
+
+    def _error(self, phase: Phase, reason: str, message: str, version: int) -> EngineRefusedError:
+        self._fail(phase, reason, message, version)
+        return EngineRefusedError(
+            f"engine {self.name}: {message}", source=self.name, phase=phase, reason=reason
+        )
+
+    def _fail(self, phase: Phase, reason: str, message: str, version: int) -> None:
+        self._memory.failure = forms.Failure(
+            phase=phase,
+            code=reason,
+            message=message[: forms.MAX_MESSAGE_CHARS],
+            version=version,
+            t=_now_ms(),
+        )
+
+
+class _Watch:
+    """Times the phases of a swap."""
+
+    def __init__(self) -> None:
+        self.began_ms = _now_ms()
+        self.phases_ms: dict[str, float] = {}
+        self._at = time.monotonic()
+
+    def lap(self, phase: str) -> None:
+        """A phase ended."""
+        now = time.monotonic()
+        took = (now - self._at) * 1000
+        self.phases_ms[phase] = self.phases_ms.get(phase, 0.0) + took
+        self._at = now
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
