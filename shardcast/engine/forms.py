@@ -37,6 +37,8 @@ VERSION_HEADER: Final = "Shardcast-Version"
 """On every generation's answer: what was served when the request was admitted, as a label."""
 SWAPS_HEADER: Final = "Shardcast-Swaps"
 """Beside it: how many swaps had happened then, to be compared with the swap log."""
+ANSWERED_HEADER: Final = "Shardcast-Swaps-Answered"
+"""And how many when the answer's headers were sent: for an answer that is not streamed, its end."""
 UNKNOWN_VERSION: Final = "unknown"
 """The version header's value while nothing of a run is served, or nobody can tell what is."""
 

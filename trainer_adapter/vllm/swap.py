@@ -41,7 +41,7 @@ class Swapper:
         self._clock = clock
         self._calls = Calls(control)
         self._cell = Cell(Machine(), facts)
-        self._observer = observer
+        self.observer = observer
         self.after_load = after_load
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -146,7 +146,7 @@ class Swapper:
             self._calls,
             self._clock,
             after_load=self.after_load,
-            observer=self._observer,
+            observer=self.observer,
         )
         self._task(activation.run())
         return await asyncio.shield(activation.answer)

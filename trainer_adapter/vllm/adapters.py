@@ -1,0 +1,212 @@
+"""LoRA adapters as versions: loaded under names that are never used again, put back after swaps.
+
+vLLM finds an adapter's cached prefixes and its weights by name, so a name that is used twice can
+serve what was there before. The name that requests use therefore carries version and digest. And
+vLLM drops every adapter when the base model is reloaded, so they are all added again, and looked
+for, before the engine is resumed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+from msgspec.structs import replace
+
+from shardcast.engine.forms import MAX_LORAS, Identity, Lora, LoraRequest
+from shardcast.errors import ShardcastError
+from trainer_adapter.vllm.machine import Machine, SwapError
+from trainer_adapter.vllm.verifying import code_of
+
+
+class AdapterHost(Protocol):
+    """The server that knows adapters by the model name of requests. Methods may raise anything."""
+
+    def refusal(self) -> str:
+        """Say why there can be no adapters; empty where there can."""
+        ...
+
+    def models(self) -> set[str]:
+        """Return the names that requests may use, whoever registered them."""
+        ...
+
+    async def add(self, model: str, path: str) -> None:
+        """Load an adapter on all ranks, and register its name."""
+        ...
+
+    async def remove(self, model: str) -> None:
+        """Forget a name and drop its adapter from all ranks. Unknown names are fine."""
+        ...
+
+    async def again(self, model: str) -> None:
+        """Load a registered adapter on all ranks again."""
+        ...
+
+    async def present(self) -> set[str]:
+        """Return the registered names whose adapters all ranks hold."""
+        ...
+
+
+class Held(Protocol):
+    """A directory that was verified and is leased."""
+
+    def close(self) -> None:
+        """Give it back."""
+        ...
+
+
+Hold = Callable[[Identity, str], Held]
+"""Verifies and leases an adapter's directory; blocks, and raises ``ShardcastError``."""
+
+
+class Cell(Protocol):
+    """Where the server's state lies."""
+
+    machine: Machine
+
+
+def model_name(name: str, identity: Identity) -> str:
+    """Return how requests name an adapter of a version: unlike every other content's name."""
+    return f"{name}@{identity.version}-{identity.digest[:12]}"
+
+
+class Adapters:
+    """The adapters of one server."""
+
+    def __init__(self, host: AdapterHost, hold: Hold, cell: Cell) -> None:
+        self._host = host
+        self._hold = hold
+        self._cell = cell
+        self._held: dict[str, Held] = {}
+        self._last: dict[str, Held] = {}
+        self._lock = asyncio.Lock()
+
+    async def load(self, request: LoraRequest) -> None:
+        """Verify an adapter, load it, then unload the one that ``name`` stood for.
+
+        Raises:
+            SwapError: If it was refused or has failed; the old one is then still there.
+        """
+        self._check()
+        async with self._lock:
+            self._check()
+            old = self._find(request.name)
+            if old is not None and old.loaded and old.digest == request.digest:
+                return
+            if old is None and len(self._cell.machine.lora) >= MAX_LORAS:
+                raise SwapError(
+                    "refused", f"{MAX_LORAS} adapters are loaded: unload one", phase="lora"
+                )
+            model = model_name(request.name, request.identity)
+            path = request.path or ""
+            held = await self._verified(request.identity, path)
+            try:
+                await self._host.add(model, path)
+                missing = model not in await self._host.present()
+            except Exception as error:
+                held.close()
+                raise SwapError(
+                    "failed", f"loading adapter {model}: {error}", phase="lora"
+                ) from error
+            if missing:
+                held.close()
+                raise SwapError(
+                    "failed", f"adapter {model} is not there after loading", phase="lora"
+                )
+            self._held[model] = held
+            self._set(
+                request.name,
+                Lora(
+                    name=request.name,
+                    model=model,
+                    run=request.run,
+                    version=request.version,
+                    digest=request.digest,
+                    path=path,
+                    loaded=True,
+                ),
+            )
+            if old is not None and old.model != model:
+                await self._drop(old)
+
+    async def unload(self, request: LoraRequest) -> None:
+        """Unload what ``name`` stands for, if it is the version that the request names.
+
+        Raises:
+            SwapError: If it was refused or has failed.
+        """
+        self._check()
+        async with self._lock:
+            old = self._find(request.name)
+            if old is None or old.digest != request.digest:
+                return
+            await self._drop(old)
+            self._set(request.name, None)
+
+    async def restore(self) -> list[str]:
+        """Add all adapters again that the engine has dropped, also those of others; then look.
+
+        Returns what could not be put back, a sentence for each.
+        """
+        async with self._lock:
+            wanted = self._host.models()
+            if not wanted:
+                return []
+            problems = {}
+            for model in sorted(wanted - await self._host.present()):
+                try:
+                    await self._host.again(model)
+                except Exception as error:
+                    problems[model] = f"adapter {model} could not be loaded again: {error}"
+            present = await self._host.present()
+            for model in sorted(wanted - present - problems.keys()):
+                problems[model] = f"adapter {model} is not there after it was loaded again"
+            machine = self._cell.machine
+            lora = tuple(replace(one, loaded=one.model in present) for one in machine.lora)
+            self._cell.machine = machine.with_lora(lora)
+            return list(problems.values())
+
+    # -------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        machine = self._cell.machine
+        if machine.dead:
+            raise SwapError("dead", machine.why_not_ready(), phase="lora")
+        if machine.activating is not None:
+            version = machine.activating.version
+            raise SwapError("busy", f"version {version} is being activated", phase="lora")
+        if refusal := self._host.refusal():
+            raise SwapError("unsupported", refusal, phase="lora")
+
+    async def _verified(self, identity: Identity, path: str) -> Held:
+        try:
+            return await asyncio.to_thread(self._hold, identity, path)
+        except ShardcastError as error:
+            raise SwapError(code_of(error), str(error), phase="lora") from error
+
+    async def _drop(self, old: Lora) -> None:
+        try:
+            await self._host.remove(old.model)
+        except Exception as error:
+            raise SwapError(
+                "failed", f"unloading adapter {old.model}: {error}", phase="lora"
+            ) from error
+        held = self._held.pop(old.model, None)
+        # Running requests may read the old one again from its files: they stay leased until the
+        # next one goes.
+        before = self._last.pop(old.name, None)
+        if held is not None:
+            self._last[old.name] = held
+        if before is not None:
+            before.close()
+
+    def _find(self, name: str) -> Lora | None:
+        return next((one for one in self._cell.machine.lora if one.name == name), None)
+
+    def _set(self, name: str, lora: Lora | None) -> None:
+        machine = self._cell.machine
+        others = [one for one in machine.lora if one.name != name]
+        if lora is not None:
+            others.append(lora)
+        self._cell.machine = machine.with_lora(tuple(sorted(others, key=lambda one: one.name)))
