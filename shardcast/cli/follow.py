@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shardcast.cli.engines import (
+    ActivateChoice,
+    ActivateOption,
+    CheckCanaryOption,
+    EngineOption,
+    EngineOptions,
+    EngineTokenFileOption,
+    EngineUrlOption,
+    LeaseOption,
+    LoraOption,
+    MaxLagOption,
+    MaxSwappingOption,
+    MetricsOption,
+    Minding,
+    Relay,
+    RequestsChoice,
+    RequestsOption,
+    make_agent,
+)
 from shardcast.cli.options import (
     DISK,
     DurabilityChoice,
@@ -28,6 +48,7 @@ from shardcast.cli.pull_options import (
 )
 from shardcast.cli.running import TerminatedError, run_until_terminated
 from shardcast.cli.worker_view import WorkerView
+from shardcast.errors import UsageError
 
 if TYPE_CHECKING:
     from shardcast.worker import Worker
@@ -65,17 +86,47 @@ def follow(
             rich_help_panel="Then",
         ),
     ] = None,
+    engine: EngineOption = None,
+    engine_url: EngineUrlOption = None,
+    engine_token_file: EngineTokenFileOption = None,
+    activate: ActivateOption = ActivateChoice.AUTO,
+    max_swapping: MaxSwappingOption = 1,
+    max_lag: MaxLagOption = None,
+    requests: RequestsOption = RequestsChoice.RECOMPUTE,
+    lease: LeaseOption = "60s",
+    lora: LoraOption = None,
+    check_canary: CheckCanaryOption = False,
+    metrics: MetricsOption = None,
 ) -> None:
     """Keep a directory at the newest version of a run, until it is stopped.
 
-    The newest wins: a version that is overtaken while it is fetched is dropped for it.
+    The newest wins: a version that is overtaken while it is fetched is dropped for it. With
+    --engine running inference engines are moved to each version, too (docs/ENGINES.md).
     """
     from shardcast.hooks import UpdateHook
     from shardcast.store.stored import Durability
     from shardcast.worker import Worker
 
     require_out(directory)
+    if engine is None and (engine_url or engine_token_file or lora or check_canary or metrics):
+        raise UsageError("options about engines go with --engine vllm or --engine sglang")
     with meters(out) as shown:
+        view = Relay(WorkerView(out, shown))
+        agent = None
+        if engine is not None:
+            options = EngineOptions(
+                kind=engine,
+                urls=tuple(engine_url or ()),
+                token_file=engine_token_file,
+                activate=activate,
+                max_swapping=max_swapping,
+                max_lag=max_lag,
+                requests=requests,
+                lease=lease,
+                lora=lora,
+                check_canary=check_canary,
+            )
+            agent = make_agent(options, directory, run, view)
         worker = Worker(
             directory,
             run,
@@ -87,24 +138,43 @@ def follow(
             keep=keep,
             on_update=None if on_update is None else UpdateHook(on_update),
             recycle=recycle,
-            observer=WorkerView(out, shown),
+            observer=view,
         )
         try:
-            run_until_terminated(_follow(out, worker, directory, run, serve))
+            minding = None if agent is None else Minding(out, agent, view, metrics)
+            run_until_terminated(_follow(out, worker, directory, run, serve, minding))
         except TerminatedError:
             out.notice("terminated")
 
 
 async def _follow(
-    out: Output, worker: Worker, directory: Path, run: str, listen: str | None
+    out: Output,
+    worker: Worker,
+    directory: Path,
+    run: str,
+    listen: str | None,
+    minding: Minding | None,
 ) -> None:
     async def updates() -> None:
-        async for _update in worker.follow():
-            pass  # the view tells
+        async for update in worker.follow():  # the view tells
+            if minding is not None:
+                minding.update(update)
 
-    if listen is None:
-        await updates()
-        return
+    work = updates() if listen is None else _serve(out, worker, directory, run, listen, updates())
+    if minding is None:
+        await work
+    else:
+        await minding.run(worker, work)
+
+
+async def _serve(
+    out: Output,
+    worker: Worker,
+    directory: Path,
+    run: str,
+    listen: str,
+    updates: Coroutine[Any, Any, None],
+) -> None:
     import asyncio
 
     from shardcast.cli.logs import configure_logging
@@ -116,7 +186,7 @@ async def _follow(
         out.emit("listening", url=url)
 
     async with asyncio.TaskGroup() as group:
-        group.create_task(updates())
+        group.create_task(updates)
         group.create_task(
             serve_out(
                 directory, run, listen, ready, depth=lambda: worker.depth, repair=worker.repair

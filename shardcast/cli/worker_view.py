@@ -19,6 +19,13 @@ _QUIET_KINDS: Final = frozenset({"progress", "started"})
 """Shown by the meters."""
 
 
+_NOTICES: Final = {
+    "held": "{name} is here; the publisher holds activations",
+    "waiting": "{error}",
+    "superseded": "{name} was left for a newer one; what it had is kept",
+}
+
+
 class WorkerView:
     """Hears a worker's events, from any thread, one at a time.
 
@@ -98,16 +105,10 @@ class WorkerView:
             self._say_ready(name, event)
         elif kind == "committed":
             self._out.result(f"committed  {name}: {event.path}")
-        elif kind == "staged":
-            self._out.notice(f"staged     {name}: {event.engine}")
-        elif kind == "activated":
-            self._out.result(f"activated  {name}: {event.engine}{_paused(event)}")
-        elif kind == "held":
-            self._out.notice(f"{name} is here; the publisher holds activations")
-        elif kind == "waiting":
-            self._out.notice(f"{event.error}")
-        elif kind == "superseded":
-            self._out.notice(f"{name} was left for a newer one; what it had is kept")
+        elif event.engine is not None:
+            self._say_engine(kind, name, event)
+        elif kind in _NOTICES:
+            self._out.notice(_NOTICES[kind].format(name=name, error=event.error))
         elif kind == "damaged":
             self._out.warning(f"{name}: {event.error}; fetched again")
         elif kind == "frozen":
@@ -117,6 +118,14 @@ class WorkerView:
         elif kind in ("source", "banned"):
             self._say_once(event.source, _said(event.source, event.error))
         elif kind in ("error", "delta_failed", "engine_failed"):
+            self._out.warning(f"{event.error}")
+
+    def _say_engine(self, kind: str, name: str, event: WorkerEvent) -> None:
+        if kind == "staged":
+            self._out.notice(f"staged     {name}: {event.engine}")
+        elif kind == "activated":
+            self._out.result(f"activated  {name}: {event.engine}{_paused(event)}")
+        else:
             self._out.warning(f"{event.error}")
 
     def _say_ready(self, name: str, event: WorkerEvent) -> None:

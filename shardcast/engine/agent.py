@@ -29,6 +29,7 @@ class Agent:
     """Minds engines. For one event loop.
 
     Attributes:
+        run_name: The run.
         metrics: What it counts.
     """
 
@@ -65,7 +66,8 @@ class Agent:
             raise UsageError("--engine needs at least one --engine-url URL")
         self.metrics = EngineMetrics()
         self._engines = list(engines)
-        self._run = run
+        self.run_name = run
+        self._greeted = False
         self._store = RunStore(out, run)
         self._emit = emit
         self._head: Head | None = None
@@ -103,12 +105,15 @@ class Agent:
     async def run(self) -> None:
         """Mind the engines until cancelled. They are left as they are.
 
+        Begins with ``greet``, where that was not called.
+
         Raises:
             UsageError: If an engine refuses the key that it is shown at the start.
             EngineError: If what answers at the start is no engine that can be driven.
         """
         try:
-            await self.greet()
+            if not self._greeted:
+                await self.greet()
             async with asyncio.TaskGroup() as group:
                 for minder in self._minders:
                     group.create_task(minder.run(), name=f"minding {minder.name}")
@@ -122,6 +127,7 @@ class Agent:
             UsageError: If an engine refuses the key.
             EngineError: If what answers is no engine that can be driven.
         """
+        self._greeted = True
         self._head = stored_head(self._store)
         results = await asyncio.gather(
             *(minder.greet() for minder in self._minders), return_exceptions=True
@@ -178,7 +184,7 @@ class Agent:
             self._emit(
                 WorkerEvent(
                     kind=EventKind.ENGINE_FAILED,
-                    run=self._run,
+                    run=self.run_name,
                     version=target.version,
                     manifest=target.digest,
                     error=EngineError(f"version {target.version}: {error.message}"),

@@ -381,7 +381,9 @@ class SglangEngine:
         )
         self._fail("load", "failed", error.message, target.version)
 
-    async def _do(self, path: str, body: Mapping[str, object], phase: Phase, target: Target) -> None:
+    async def _do(
+        self, path: str, body: Mapping[str, object], phase: Phase, target: Target
+    ) -> None:
         answer = await self._client.post(path, body, timeout_s=self._manner.lease_s)
         if answer.status >= 500:
             raise self._client.uncertain(path, answer)
@@ -424,22 +426,26 @@ class SglangEngine:
         await self._verify(target)
         self._memory.staged = None
         body = {"lora_name": model, "lora_path": str(target.path)}
-        await self._adapter(_LOAD_ADAPTER, body, target.version, fine="already loaded")
+        await self._adapter(_LOAD_ADAPTER, body, target.version, fine=("already",))
         return await self.state()
 
     async def unload_adapter(self, name: str, identity: Identity) -> EngineState:
         """Give up what was loaded for a version of an adapter."""
         body = {"lora_name": f"{name}{_ADAPTER_SEPARATOR}{identity}"}
-        await self._adapter(_UNLOAD_ADAPTER, body, identity.version, fine="not loaded")
+        await self._adapter(
+            _UNLOAD_ADAPTER, body, identity.version, fine=("not loaded", "does not exist")
+        )
         return await self.state()
 
-    async def _adapter(self, path: str, body: dict[str, str], version: int, *, fine: str) -> None:
+    async def _adapter(
+        self, path: str, body: dict[str, str], version: int, *, fine: tuple[str, ...]
+    ) -> None:
         answer = await self._client.post(path, body, timeout_s=self._manner.lease_s)
         if answer.status >= 500:
             raise self._client.uncertain(path, answer)
         said = self._client.members(path, answer.body)
         message = str(said.get("error_message") or said.get("message") or said)
-        if said.get("success") is not True and fine not in message.lower():
+        if said.get("success") is not True and not any(one in message.lower() for one in fine):
             raise self._error("lora", "failed", message, version)
 
     # --- plumbing ---------------------------------------------------------------------------

@@ -1,0 +1,329 @@
+"""One suite for every engine driver; here those that need no torch, over fakes that can break.
+
+The torch module and a real vLLM pass the same suite in tests/engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from shardcast.config import NetConfig
+from shardcast.engine.decide import served_by
+from shardcast.engine.driver import Engine, Manner, Target
+from shardcast.engine.forms import label_of
+from shardcast.engine.intents import FileIntents, MemoryIntents
+from shardcast.engine.sglang import SglangEngine
+from shardcast.engine.vllm import VllmEngine
+from shardcast.errors import (
+    EngineError,
+    EngineKeyError,
+    EngineRefusedError,
+    EngineUncertainError,
+    EngineUnreachableError,
+    EngineUnsupportedError,
+    UsageError,
+)
+from tests.contract.engine_suite import EngineContract, Harness
+from tests.engines import (
+    WAIT_S,
+    FakeEngine,
+    JsonServer,
+    Machine,
+    PluginServer,
+    SglangServer,
+    make_version,
+    weights_of,
+)
+
+QUICK = NetConfig(connect_timeout_s=2.0)
+
+
+class FakeHarness:
+    """An engine whose weights are a text."""
+
+    def __init__(
+        self, root: Path, engine: Engine, machine: Machine, restart: Callable[[], None]
+    ) -> None:
+        self.engine = engine
+        self._root = root
+        self._machine = machine
+        self._restart = restart
+
+    def version(self, number: int) -> Target:
+        return make_version(self._root, number)
+
+    async def loaded(self) -> int | None:
+        answered = self._machine.answer()
+        if answered is None:
+            return None
+        known = {weights_of(self.version(number)): number for number in range(1, 10)}
+        assert answered in known
+        return known[answered]
+
+    def break_next_loads(self, count: int) -> None:
+        self._machine.fail_loads = count
+
+    async def restart(self) -> None:
+        self._restart()
+
+    def adapter(self, number: int) -> Target | None:
+        return make_version(self._root / "adapters", number)
+
+
+class TestFake(EngineContract):
+    """The fake that the agent's tests use."""
+
+    @pytest.fixture
+    def harness(self, tmp_path: Path) -> Harness:
+        engine = FakeEngine()
+        return FakeHarness(tmp_path, engine, engine.machine, engine.restart)
+
+
+class TestVllm(EngineContract):
+    """Our routes, over HTTP."""
+
+    @pytest.fixture
+    async def harness(self, tmp_path: Path) -> AsyncIterator[Harness]:
+        server = PluginServer(token="secret")
+        engine = VllmEngine(server.url, "secret", config=QUICK)
+        with server.http.running():
+            yield FakeHarness(tmp_path, engine, server.machine, server.restart)
+            await engine.close()
+
+
+class TestSglang(EngineContract):
+    """SGLang's own routes, over HTTP."""
+
+    @pytest.fixture
+    async def harness(self, tmp_path: Path) -> AsyncIterator[Harness]:
+        server = SglangServer(token="secret")
+        engine = sglang(server, tmp_path, token="secret")
+        with server.http.running():
+            yield FakeHarness(tmp_path, engine, server.machine, server.restart)
+            await engine.close()
+
+
+def sglang(
+    server: SglangServer, root: Path, *, token: str | None = None, lease_s: float = 20.0
+) -> SglangEngine:
+    """The driver, as an agent makes it; versions are found below ``root``."""
+
+    def find(digest: str) -> Target | None:
+        return make_version(root, int(digest, 16))
+
+    return SglangEngine(
+        server.url,
+        token,
+        Manner("recompute", lease_s),
+        intents=FileIntents(root / "state", server.url),
+        find=find,
+        config=QUICK,
+    )
+
+
+# --- over HTTP --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [VllmEngine, SglangEngine])
+async def test_a_wrong_key_names_the_engine_and_the_option(
+    kind: Callable[..., Engine],
+) -> None:
+    server = PluginServer(token="right") if kind is VllmEngine else SglangServer(token="right")
+    with server.http.running():
+        for token in (None, "wrong-secret"):
+            engine = kind(server.url, token, config=QUICK)
+            with pytest.raises(EngineKeyError, match="--engine-token-file") as refused:
+                await engine.state()
+            assert server.url in str(refused.value)
+            assert "wrong-secret" not in str(refused.value)
+            await engine.close()
+
+
+async def test_a_server_without_our_routes_is_told_how_to_get_them() -> None:
+    server = SglangServer()
+    with server.http.running():
+        engine = VllmEngine(server.url, config=QUICK)
+        with pytest.raises(EngineUnsupportedError) as refused:
+            await engine.state()
+        await engine.close()
+    for word in (server.url, "VLLM_PLUGINS=shardcast,shardcast_http", "--weight-transfer-config"):
+        assert word in str(refused.value)
+
+
+async def test_a_server_that_speaks_something_else_is_no_engine() -> None:
+    server = JsonServer(lambda method, path, body: (200, {"engine": 7}))
+    with server.running():
+        engine = VllmEngine(server.url, config=QUICK)
+        with pytest.raises(EngineUnsupportedError, match="same release"):
+            await engine.state()
+        await engine.close()
+
+
+@pytest.mark.parametrize("kind", [VllmEngine, SglangEngine])
+async def test_an_engine_that_is_not_there_is_unreachable(kind: Callable[..., Engine]) -> None:
+    server = PluginServer()
+    with server.http.running():
+        url = server.url
+    engine = kind(url, config=QUICK)
+    with pytest.raises(EngineUnreachableError, match=url):
+        await engine.state()
+    await engine.close()
+
+
+@pytest.mark.parametrize("fault", ["reset", "reset after", 502])
+async def test_an_activation_that_is_not_answered_is_uncertain(
+    tmp_path: Path, fault: int | str
+) -> None:
+    server = PluginServer()
+    server.http.faults["/v1/shardcast/activate"] = [fault]
+    target = make_version(tmp_path, 1)
+    with server.http.running():
+        engine = VllmEngine(server.url, config=QUICK)
+        with pytest.raises(EngineUncertainError, match=server.url):
+            await engine.activate(target)
+        served = served_by(await engine.state())
+        assert served == (target.identity if fault == "reset after" else None)
+        await engine.close()
+
+
+async def test_a_reason_of_the_engine_s_comes_through(tmp_path: Path) -> None:
+    server = PluginServer()
+    server.fault = ("stage", "incompatible", "lm_head.weight is [64, 32] there and [65, 32] here")
+    with server.http.running():
+        engine = VllmEngine(server.url, config=QUICK)
+        with pytest.raises(EngineRefusedError, match=r"lm_head\.weight") as refused:
+            await engine.stage(make_version(tmp_path, 1))
+        assert (refused.value.reason, refused.value.phase) == ("incompatible", "check")
+        await engine.close()
+
+
+# --- SGLang's traps ---------------------------------------------------------------------------
+
+
+async def test_a_cache_that_was_not_flushed_is_flushed_before_it_goes_on(tmp_path: Path) -> None:
+    """``success: false`` with the new label: the weights are loaded, the prefixes are old."""
+    server = SglangServer()
+    with server.http.running():
+        engine = sglang(server, tmp_path)
+        await engine.activate(make_version(tmp_path, 1))
+        server.skip_flushes = 2
+        await engine.activate(make_version(tmp_path, 2))
+        assert served_by(await engine.state()) == make_version(tmp_path, 2).identity
+        assert server.cached is None
+        assert server.machine.answer() == "weights of policy 2"
+        await engine.close()
+
+
+async def test_a_cache_that_cannot_be_flushed_is_no_activation(tmp_path: Path) -> None:
+    server = SglangServer()
+    with server.http.running():
+        engine = sglang(server, tmp_path)
+        await engine.activate(make_version(tmp_path, 1))
+        server.skip_flushes = 1 + 3  # the update's own, and every further try
+        with pytest.raises(EngineRefusedError, match="not flushed"):
+            await engine.activate(make_version(tmp_path, 2))
+        # Its way back flushed at last: the old weights, with no prefix of the new ones.
+        assert served_by(await engine.state()) == make_version(tmp_path, 1).identity
+        assert (server.cached, server.machine.answer()) == (None, "weights of policy 1")
+        await engine.close()
+
+
+async def test_an_agent_killed_between_pause_and_continue_is_recovered_from(
+    tmp_path: Path,
+) -> None:
+    """The next agent finds the intent, knows that nobody knows, and loads a whole version."""
+    server = SglangServer()
+    with server.http.running():
+        first = sglang(server, tmp_path)
+        await first.activate(make_version(tmp_path, 1))
+        server.machine.gate.clear()
+        server.machine.fail_loads = 1  # and what it was doing breaks, with nobody to hear of it
+        doomed = asyncio.ensure_future(first.activate(make_version(tmp_path, 2)))
+        assert await asyncio.to_thread(server.machine.loading.wait, WAIT_S)
+        second = sglang(server, tmp_path)  # the first one is as good as gone
+        state = await second.state()
+        assert (state.poisoned, state.ready, served_by(state)) == (True, False, None)
+        server.machine.gate.set()
+        with pytest.raises(EngineError):
+            await doomed
+        FileIntents(tmp_path / "state", server.url).begin(make_version(tmp_path, 2).identity)
+        await second.activate(make_version(tmp_path, 2))
+        state = await second.state()
+        assert served_by(state) == make_version(tmp_path, 2).identity
+        assert server.machine.answer() == "weights of policy 2"
+        for engine in (first, second):
+            await engine.close()
+
+
+async def test_what_sglang_serves_outlives_the_agent(tmp_path: Path) -> None:
+    server = SglangServer()
+    with server.http.running():
+        for number in (1, 1):
+            engine = sglang(server, tmp_path)
+            await engine.activate(make_version(tmp_path, number))
+            assert server.label == label_of(make_version(tmp_path, 1).identity)
+            await engine.close()
+    assert server.machine.loads == [str(make_version(tmp_path, 1).path)]
+
+
+async def test_a_cancelled_activation_is_ended_first(tmp_path: Path) -> None:
+    server = SglangServer()
+    with server.http.running():
+        engine = sglang(server, tmp_path)
+        server.machine.gate.clear()
+        running = asyncio.ensure_future(engine.activate(make_version(tmp_path, 1)))
+        assert await asyncio.to_thread(server.machine.loading.wait, WAIT_S)
+        running.cancel()
+        await asyncio.sleep(0)
+        assert not running.done()
+        server.machine.gate.set()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert served_by(await engine.state()) == make_version(tmp_path, 1).identity
+        assert server.machine.answer() == "weights of policy 1"
+        await engine.close()
+
+
+async def test_a_pause_that_is_refused_leaves_it_as_it_was(tmp_path: Path) -> None:
+    server = SglangServer()
+    with server.http.running():
+        engine = sglang(server, tmp_path)
+        await engine.activate(make_version(tmp_path, 1))
+        server.http.faults["/pause_generation"] = [400]
+        with pytest.raises(EngineRefusedError) as refused:
+            await engine.activate(make_version(tmp_path, 2))
+        assert refused.value.phase == "pause"
+        assert served_by(await engine.state()) == make_version(tmp_path, 1).identity
+        server.http.faults["/pause_generation"] = ["reset"]
+        with pytest.raises(EngineUncertainError):
+            await engine.activate(make_version(tmp_path, 2))
+        assert (await engine.state()).poisoned  # perhaps it is paused: only an activation helps
+        await engine.activate(make_version(tmp_path, 2))
+        assert server.machine.answer() == "weights of policy 2"
+        await engine.close()
+
+
+async def test_bytes_that_are_wrong_never_reach_sglang(tmp_path: Path) -> None:
+    async def check(target: Target) -> None:
+        raise OSError(f"shard 3 of version {target.version} is not what was published")
+
+    server = SglangServer()
+    with server.http.running():
+        engine = SglangEngine(server.url, check=check, intents=MemoryIntents(), config=QUICK)
+        for act in (engine.stage, engine.activate):
+            with pytest.raises(EngineRefusedError, match="shard 3") as refused:
+                await act(make_version(tmp_path, 1))
+            assert refused.value.reason == "integrity"
+        assert not server.machine.loads
+        assert not server.machine.paused
+        await engine.close()
+
+
+@pytest.mark.parametrize("requests", ["keep", "wait"])
+def test_sglang_cannot_keep_or_wait(requests: str) -> None:
+    with pytest.raises(UsageError, match=f"--requests {requests}"):
+        SglangEngine("http://127.0.0.1:1", manner=Manner(requests))  # type: ignore[arg-type]
