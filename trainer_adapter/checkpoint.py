@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
 INDEX: Final = "model.safetensors.index.json"
 CONFIG: Final = "config.json"
+_SMALL: Final = (CONFIG, INDEX, "adapter_config.json")
 MAX_JSON_BYTES: Final = 64 * MIB
 """An index of a model with 100,000 tensors has about 10 MB."""
 
@@ -192,7 +193,7 @@ class Checkpoint:
         """
         self.verified = False
         self._forget_files()
-        self._hash([path for path in (CONFIG, INDEX) if path in self._sizes], progress, 1, stopping)
+        self._hash([path for path in _SMALL if path in self._sizes], progress, 1, stopping)
         weights = self._weight_files()
         self._hash(weights, progress, threads, stopping)
         self.specs = self._read_headers(weights)
@@ -208,7 +209,7 @@ class Checkpoint:
         return sum(
             size
             for path, size in self._sizes.items()
-            if path.endswith(".safetensors") or path in (CONFIG, INDEX)
+            if path.endswith(".safetensors") or path in _SMALL
         )
 
     def changed(self) -> str | None:

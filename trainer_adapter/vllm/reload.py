@@ -135,8 +135,7 @@ class Model:
         if self._device.type == "cpu":
             _forget_expert_kernels(self._model)
         layerwise.initialize_layerwise_reload(self._model)
-        for head in heads:  # so that vLLM does not warn that nothing was loaded into it
-            layerwise.get_layerwise_info(head).load_numel_total = 0
+        _expect_nothing([*heads, *_without_weights(self._model)])
         self._model.load_weights(tensors)
         layerwise.finalize_layerwise_reload(self._model, self._config)
         for head in heads:
@@ -207,6 +206,20 @@ def _check_tied(
             f"{of_head[0]} differs from {of_embedding[0]}, but the engine was started with the "
             "two tied: restart it with this version"
         )
+
+
+def _expect_nothing(layers: list[torch.nn.Module]) -> None:
+    """Say that nothing will be loaded into some layers, so that vLLM does not warn of it."""
+    for layer in layers:
+        layerwise.get_layerwise_info(layer).load_numel_total = 0
+
+
+def _without_weights(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield the layers that have only what no checkpoint has, such as the tables of rotations."""
+    for layer in model.modules():
+        named = [*layer._parameters, *layer._buffers]
+        if named and all(name in layer._non_persistent_buffers_set for name in named):
+            yield layer
 
 
 def _forget_expert_kernels(model: torch.nn.Module) -> None:

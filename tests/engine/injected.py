@@ -1,0 +1,104 @@
+"""What tests add to a rank (vLLM's ``worker_extension_cls``): faults, and a look at its memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from trainer_adapter.checkpoint import Checkpoint
+
+
+class Injected:
+    """Methods that end up on vLLM's worker, to be called with ``collective_rpc``."""
+
+    def arm(self, rank: int, place: str, after: int, times: int) -> int:
+        """Let rank ``rank`` fail ``times`` times.
+
+        ``place``: ``tensors``: the stream of tensors breaks off after so many; ``process``: a layer
+        fails while it is processed for its kernel; ``end``: right after the whole load;
+        ``truncate``: the file loses its end before the load begins.
+        """
+        if int(getattr(self, "rank", 0)) == rank:
+            _FAULTS.clear()
+            _FAULTS.update(place=place, after=after, times=times)
+            _install(self)
+        return os.getpid()
+
+    def memory(self) -> dict[str, int]:
+        """Return this process's memory in bytes: anonymous now, and the highest of all so far."""
+        lines = Path("/proc/self/status").read_text().splitlines()
+        fields = dict(line.split(":", 1) for line in lines if ":" in line)
+        return {
+            "anonymous": int(fields["RssAnon"].split()[0]) * 1024,
+            "highest": int(fields["VmHWM"].split()[0]) * 1024,
+        }
+
+    def reset_highest(self) -> None:
+        """Let ``highest`` count from now on."""
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+_FAULTS: dict[str, Any] = {}
+
+
+def _due(place: str) -> bool:
+    if _FAULTS.get("place") != place or _FAULTS.get("times", 0) <= 0:
+        return False
+    _FAULTS["times"] -= 1
+    return True
+
+
+def _install(worker: Any) -> None:
+    """Put the faults between the rank and its model; once."""
+    weights = worker.weight_transfer_engine.rank._weights
+    if getattr(weights, "_injected", False):
+        return
+    weights._injected = True
+    whole, single = weights.load, weights._load
+
+    def load(checkpoint: Checkpoint) -> None:
+        whole(checkpoint)
+        if _due("end"):
+            raise RuntimeError("injected: after the load")
+
+    def _load(tensors: Iterator[tuple[str, Any]]) -> None:
+        if _due("process"):
+            with _failing_layer(_FAULTS["after"]):
+                single(tensors)
+        else:
+            single(_breaking(tensors))
+
+    weights.load, weights._load = load, _load
+
+
+def _breaking(tensors: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    limit = _FAULTS["after"] if _due("tensors") else None
+    for number, one in enumerate(tensors):
+        if limit is not None and number >= limit:
+            raise RuntimeError("injected: in the middle of the tensors")
+        yield one
+
+
+class _failing_layer:  # noqa: N801 - a context manager
+    """vLLM's processing of layers fails at the n-th."""
+
+    def __init__(self, after: int) -> None:
+        self._left = after
+
+    def __enter__(self) -> None:
+        from vllm.model_executor.model_loader.reload import layerwise
+
+        self._module, self._original = layerwise, layerwise._copy_and_restore_kernel_tensors
+
+        def failing(layer: Any, info: Any) -> None:
+            self._left -= 1
+            if self._left < 0:
+                raise RuntimeError("injected: while a layer was processed")
+            self._original(layer, info)
+
+        layerwise._copy_and_restore_kernel_tensors = failing
+
+    def __exit__(self, *exc: object) -> None:
+        self._module._copy_and_restore_kernel_tensors = self._original
