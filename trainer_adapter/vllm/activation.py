@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Final, Protocol
+from collections.abc import Coroutine
+from typing import Any, Final, Protocol, TypeVar
 
 from msgspec.structs import replace
 
@@ -23,6 +24,9 @@ log = logging.getLogger(__name__)
 
 GRACE_SECONDS: Final = 10.0
 """For going back to the old version after the lease is over."""
+
+
+_T = TypeVar("_T")
 
 
 class Cell:
@@ -202,21 +206,28 @@ class Activation:
 
     async def _asked(self) -> Report | None:
         """Ask the ranks what they have; None where they do not say it beyond doubt."""
+        asking = self._control.tell(state_command())
+        report = await self._answer("asking the ranks what they have", asking)
+        return report if report is not None and report.outcome == "ok" else None
+
+    async def _runs(self, error: SwapError) -> bool:
+        """Say whether the engine generates again, although the call that was to do it has failed."""
+        if error.slug == "dead":
+            raise error
+        paused = await self._answer("asking whether it is paused", self._control.is_paused())
+        return paused is False
+
+    async def _answer(self, what: str, question: Coroutine[Any, Any, _T]) -> _T | None:
+        """Return the answer to a question; None where there is none."""
         grace = self._timer(GRACE_SECONDS)
         try:
-            report = await self._calls.call(
-                "asking the ranks what they have",
-                self._control.tell(state_command()),
-                phase="load",
-                deadline=grace,
-            )
+            return await self._calls.call(what, question, phase=self._phase, deadline=grace)
         except SwapError as error:
             if error.slug == "dead":
                 raise
             return None
         finally:
             grace.cancel()
-        return report if report.outcome == "ok" else None
 
     async def _label(self) -> None:
         try:
@@ -272,11 +283,9 @@ class Activation:
                 late=self._late_resume,
             )
         except SwapError as error:
-            raise SwapError(
-                error.slug,
-                f"{error.message}; {self._name} is loaded and the engine stays paused: {ACTIVATE_AGAIN}",
-                phase="resume",
-            ) from error
+            if not await self._runs(error):
+                why = f"{self._name} is loaded and the engine stays paused: {ACTIVATE_AGAIN}"
+                raise SwapError(error.slug, f"{error.message}; {why}", phase="resume") from error
         finally:
             self._took("resume", began)
         self._resumed()
@@ -299,15 +308,14 @@ class Activation:
                     late=self._late_resume,
                 )
             except SwapError as error:
-                if error.slug == "dead":
-                    raise
-                if not last and pausing is not None:
-                    # Data-parallel engines refuse to resume before the pause is there.
-                    self._late_resume()
-                    await self._calls.outlive(pausing)
-                    continue
-                cause.message += f"; and {error.message}: the engine stays paused, {ACTIVATE_AGAIN}"
-                return
+                if not await self._runs(error):
+                    if not last and pausing is not None:
+                        # Data-parallel engines refuse to resume before the pause is there.
+                        self._late_resume()
+                        await self._calls.outlive(pausing)
+                        continue
+                    cause.message += f"; {error.message}: the engine stays paused, {ACTIVATE_AGAIN}"
+                    return
             finally:
                 grace.cancel()
             self._resumed()
