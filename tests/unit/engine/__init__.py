@@ -1,0 +1,1 @@
+"""Tests of the agent and what it drives engines with."""
