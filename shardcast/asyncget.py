@@ -45,8 +45,6 @@ class Answer:
 class UnansweredError(NetworkError):
     """A POST was sent, and nobody knows whether it had an effect: no proper answer came."""
 
-    code = "unanswered"
-
 
 @dataclass(slots=True)
 class _Line:

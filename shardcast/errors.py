@@ -92,6 +92,12 @@ class UnsafePathError(MalformedError):
     code = "unsafe_path"
 
 
+class NonFiniteError(MalformedError):
+    """A tensor holds NaN or an infinity, and whoever publishes said that none may."""
+
+    code = "nonfinite"
+
+
 class LimitError(MalformedError):
     """A declared or received size or count is above its limit."""
 

@@ -60,6 +60,7 @@ class PublishOptions:
         delta_bases: Further bases: 2 is the version before the last one. Only those on disk count.
         compress: Whether to announce a compressed copy, too.
         take_over: Make the store an origin's, even if it is a relay's.
+        refuse_nonfinite: Publish nothing if a tensor holds NaN or an infinity.
     """
 
     source: Path
@@ -77,6 +78,7 @@ class PublishOptions:
     delta_bases: Sequence[int] = ()
     compress: bool = False
     take_over: bool = False
+    refuse_nonfinite: bool = False
 
     def __post_init__(self) -> None:
         """Check what would otherwise be found out after everything was hashed.
@@ -253,14 +255,26 @@ def reference(version: Version, deltas: Sequence[Delta] = ()) -> VersionRef:
 
 
 def settled_selection(options: PublishOptions) -> Selection:
-    """List the directory so that every later modification changes a stamp.
+    """List the directory so that every later modification changes a stamp; check what is asked for.
 
     Clocks of file systems tick every few milliseconds (jiffies): a file modified within the
     tick of its own mtime would look untouched, so a file that fresh is given two ticks.
 
     Raises:
         UsageError, MalformedError, DiskError: As ``select_files``.
+        NonFiniteError: If that is to be refused, and a tensor holds NaN or an infinity.
     """
+    selection = _settled(options)
+    if options.refuse_nonfinite:
+        from shardcast.finite import refuse_nonfinite
+
+        # What changes from here on changes its stamp too, and is refused when it is hashed.
+        files = [(file.path, file.location, file.stamp.bytes) for file in selection.files]
+        refuse_nonfinite(files, threads=options.threads)
+    return selection
+
+
+def _settled(options: PublishOptions) -> Selection:
     selection = select_files(options.source, include=options.include, exclude=options.exclude)
     newest = max(file.stamp.mtime_ns for file in selection.files)
     if abs(time.time_ns() - newest) < _TICKS_NS:

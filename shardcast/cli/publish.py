@@ -100,6 +100,25 @@ def publish(
             rich_help_panel=WHAT,
         ),
     ] = None,
+    refuse_nonfinite: Annotated[
+        bool,
+        typer.Option(
+            "--refuse-nonfinite",
+            help="Publish nothing if a tensor holds NaN or an infinity.",
+            rich_help_panel=WHAT,
+        ),
+    ] = False,
+    canary: Annotated[
+        Path | None,
+        typer.Option(
+            "--canary",
+            metavar="FILE",
+            help="Prompts and log-probabilities that engines are checked with: JSON, see "
+            "docs/ENGINES.md.",
+            show_default=False,
+            rich_help_panel=WHAT,
+        ),
+    ] = None,
     delta: Annotated[
         bool,
         typer.Option(
@@ -220,13 +239,14 @@ def publish(
         include=tuple(include or ()),
         exclude=tuple(exclude or ()),
         lineage=lineage,
-        metadata=parse_metadata(metadata or []),
+        metadata=parse_metadata(metadata or []) | _canary(canary),
         keep=keep,
         durability=Durability(durability.value),
         delta=delta,
         delta_bases=parse_distances(delta_bases or ""),
         compress=compress,
         take_over=take_over,
+        refuse_nonfinite=refuse_nonfinite,
     )
     _require_checkpoint(options)
     if to is None:
@@ -269,6 +289,26 @@ def parse_metadata(items: list[str]) -> dict[str, str]:
             raise UsageError(f"--metadata {name!r} is given twice")
         found[name] = value
     return found
+
+
+def _canary(path: Path | None) -> dict[str, str]:
+    """Return a canary file as metadata.
+
+    Raises:
+        UsageError: If it cannot be read.
+        MalformedError: If it is no canary.
+    """
+    from shardcast.canary import METADATA_KEY, read_canary, write_canary
+    from shardcast.errors import about
+
+    if path is None:
+        return {}
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"cannot read --canary: {error.strerror}", source=str(path)) from error
+    with about(str(path)):
+        return {METADATA_KEY: write_canary(read_canary(data))}
 
 
 def parse_distances(text: str) -> tuple[int, ...]:
