@@ -52,7 +52,7 @@ class Endpoints:
     def attach_router(self, app: FastAPI) -> None:
         """Add the routes, and what stamps and salts every other request."""
         for method, path in ROUTES:
-            app.add_api_route(path, self._answer, methods=[method], include_in_schema=False)
+            app.add_route(path, self._answer, methods=[method], include_in_schema=False)
         app.add_middleware(VersionMiddleware, machine=self._machine, salting=self._salting)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
@@ -101,11 +101,6 @@ class Endpoints:
             media_type="application/json",
             headers={"cache-control": "no-store"},
         )
-
-
-# FastAPI reads annotations to see what a handler wants, and cannot resolve names that only type
-# checkers import.
-Endpoints._answer.__annotations__.clear()
 
 
 async def _body(request: Request) -> bytes:

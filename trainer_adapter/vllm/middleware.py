@@ -51,6 +51,7 @@ HARMLESS: Final = frozenset(
         "/detokenize",
         "/ping",
         "/abort_requests",
+        "/inference/v1/abort_requests",
         "/v1/load_lora_adapter",
         "/v1/unload_lora_adapter",
         "/v1/messages/count_tokens",

@@ -1,0 +1,34 @@
+"""A route that only tests have: it makes a rank fail (``tests.engine.injected``)."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+from trainer_adapter.vllm.http import Endpoints
+
+ARM_PATH = "/v1/test/arm"
+
+
+def install() -> None:
+    """Let our plug-in's object add the route when vLLM makes it."""
+    attach, init = Endpoints.attach_router, Endpoints.init_state
+    found: dict[str, Any] = {}
+
+    async def arm(request: Any) -> Any:
+        from starlette.responses import JSONResponse
+
+        order = await request.json()
+        places = [0, order["place"], order.get("after", 0), order.get("times", 1)]
+        return JSONResponse(await found["client"].collective_rpc("arm", args=tuple(places)))
+
+    def attach_router(self: Endpoints, app: Any) -> None:
+        attach(self, app)
+        app.add_route(ARM_PATH, arm, methods=["POST"])
+
+    async def init_state(self: Endpoints, client: Any, state: Any, args: Namespace) -> None:
+        found["client"] = client
+        await init(self, client, state, args)
+
+    Endpoints.attach_router = attach_router  # type: ignore[method-assign]
+    Endpoints.init_state = init_state  # type: ignore[method-assign]

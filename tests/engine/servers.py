@@ -1,0 +1,263 @@
+"""The test's end of `tests.engine.server_host`: start a server, talk to it, end it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shardcast.engine.forms import (
+    ACTIVATE_PATH,
+    STAGE_PATH,
+    STATE_PATH,
+    EngineState,
+    read_answer,
+)
+from trainer_adapter.vllm.ranks import Target
+
+START_SECONDS = 240.0
+ANSWER_SECONDS = 60.0
+KEY = "sesame-for-tests"
+
+BACKEND = ("--weight-transfer-config", '{"backend": "shardcast"}')
+SMALL = (
+    "--enforce-eager", "--skip-tokenizer-init", "--max-model-len", "256", "--max-num-seqs", "8",
+    "--block-size", "32", "--seed", "0",
+)  # fmt: skip
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass
+class Answer:
+    """An HTTP answer, read to its end."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+class Server:
+    """One vLLM server."""
+
+    def __init__(self, pid: int, port: int, log: Path) -> None:
+        self.pid = pid
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = log
+
+    # --- HTTP ----------------------------------------------------------------------------------
+
+    def open(
+        self, path: str, body: Any = None, *, key: str | None = KEY
+    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        """Send a request, and return before the answer's body is read."""
+        link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=ANSWER_SECONDS)
+        headers = {"content-type": "application/json"}
+        if key is not None:
+            headers["authorization"] = f"Bearer {key}"
+        data = None if body is None else json.dumps(body).encode()
+        link.request("GET" if data is None else "POST", path, data, headers)
+        return link, link.getresponse()
+
+    def ask(self, path: str, body: Any = None, *, key: str | None = KEY) -> Answer:
+        """Send a request and return the whole answer."""
+        link, response = self.open(path, body, key=key)
+        try:
+            return Answer(response.status, dict(response.getheaders()), response.read())
+        finally:
+            link.close()
+
+    def state(self) -> EngineState:
+        return read_answer(self.ask(STATE_PATH).body, EngineState, source=self.url)
+
+    def stage(self, target: Target) -> Answer:
+        return self.ask(STAGE_PATH, members(target))
+
+    def activate(self, target: Target, **more: Any) -> Answer:
+        return self.ask(ACTIVATE_PATH, {**members(target), **more})
+
+    def arm(self, place: str, after: int = 0) -> None:
+        """Let the next load fail."""
+        from tests.engine.server_faults import ARM_PATH
+
+        assert self.ask(ARM_PATH, {"place": place, "after": after}).status == 200
+
+    # --- generating ----------------------------------------------------------------------------
+
+    def completion(self, prompt: list[int], tokens: int = 12, **more: Any) -> Answer:
+        return self.ask("/v1/completions", request(prompt, tokens, **more))
+
+    def tokens(self, prompt: list[int], tokens: int = 12, **more: Any) -> list[int]:
+        answer = self.completion(prompt, tokens, **more)
+        assert answer.status == 200, answer.body
+        found: list[int] = answer.json["choices"][0]["token_ids"]
+        return found
+
+    def stream(self, prompt: list[int], tokens: int, **more: Any) -> Stream:
+        """Begin a streamed completion."""
+        return Stream(*self.open("/v1/completions", request(prompt, tokens, stream=True, **more)))
+
+    # --- its life ------------------------------------------------------------------------------
+
+    def wait_started(self) -> None:
+        """Wait until it answers.
+
+        Raises:
+            AssertionError: If it ends, or takes too long.
+        """
+        end = time.monotonic() + START_SECONDS
+        while time.monotonic() < end:
+            assert self.lives(), f"the server ended: {self.log.read_text()[-6000:]}"
+            try:
+                if self.ask("/health").status == 200:
+                    return
+            except OSError:
+                time.sleep(0.1)
+        raise AssertionError(f"the server does not start: {self.log.read_text()[-6000:]}")
+
+    def lives(self) -> bool:
+        """Say whether its API process does."""
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+        except OSError:
+            return False
+
+    def engine_pid(self) -> int:
+        """Return the engine core's process id, as vLLM's log says it."""
+        found = re.findall(r"\(EngineCore[^)]*pid=(\d+)\)", self.log.read_text(errors="replace"))
+        assert found, "no engine core in the log"
+        return int(found[-1])
+
+    def end(self) -> None:
+        """End it and whatever it started."""
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+class Stream:
+    """A streamed completion: its headers at once, its tokens as they come."""
+
+    def __init__(
+        self, link: http.client.HTTPConnection, response: http.client.HTTPResponse
+    ) -> None:
+        self._link = link
+        self._response = response
+        self.status = response.status
+        self.headers = dict(response.getheaders())
+        self.tokens: list[int] = []
+        self.times: list[float] = []
+        self.finish = ""
+
+    def __iter__(self) -> Iterator[int]:
+        for line in self._response:
+            if not line.startswith(b"data: ") or line.strip() == b"data: [DONE]":
+                continue
+            (choice,) = json.loads(line[6:])["choices"]
+            self.finish = choice["finish_reason"] or self.finish
+            for token in choice["token_ids"] or ():
+                self.tokens.append(token)
+                self.times.append(time.monotonic())
+                yield token
+        self._link.close()
+
+    def rest(self) -> list[int]:
+        """Read to the end; return all tokens."""
+        for _ in self:
+            pass
+        return self.tokens
+
+
+def request(prompt: list[int], tokens: int, **more: Any) -> dict[str, Any]:
+    return {
+        "model": "policy", "prompt": prompt, "max_tokens": tokens, "temperature": 0,
+        "ignore_eos": True, "return_token_ids": True, **more,
+    }  # fmt: skip
+
+
+def members(target: Target) -> dict[str, Any]:
+    plain = msgspec.to_builtins(target)
+    return {name: value for name, value in plain.items() if value is not None}
+
+
+class ServerHost:
+    """Starts servers."""
+
+    def __init__(self, scratch: Path) -> None:
+        self._scratch = scratch
+        self._count = 0
+        self._log = open(scratch / "server-host.log", "w")  # noqa: SIM115 - outlives the block
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.engine.server_host"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
+            env={**os.environ, **environment(scratch)},
+        )  # fmt: skip
+        self._line("ready")
+
+    def _line(self, what: str) -> str:
+        assert self._process.stdout is not None
+        ready, _, _ = select.select([self._process.stdout], [], [], START_SECONDS)
+        line = self._process.stdout.readline().strip() if ready else ""
+        assert line, f"the host does not say {what}: {Path(self._log.name).read_text()[-4000:]}"
+        return line
+
+    def begin(self, model: str, *argv: str, **variables: str) -> Server:
+        """Begin to start a server; wait with ``wait_started``."""
+        self._count += 1
+        log = self._scratch / f"server-{self._count}.log"
+        port = free_port()
+        options = [
+            "--model", model, "--served-model-name", "policy", "--host", "127.0.0.1",
+            "--port", str(port), "--api-key", KEY, *SMALL, *argv,
+        ]  # fmt: skip
+        order = {"argv": options, "environment": variables, "log": str(log)}
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        return Server(int(self._line("the server's id")), port, log)
+
+    def close(self) -> None:
+        """End it; servers are ended by those who started them."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(ANSWER_SECONDS)
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        self._log.close()
+
+
+def environment(scratch: Path) -> dict[str, str]:
+    """Return what every server's environment has: small, alone, and off the network."""
+    return {
+        "VLLM_PLUGINS": "shardcast,shardcast_http",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CACHE_ROOT": str(scratch / "vllm-cache"),
+        "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor"),
+    }
