@@ -21,6 +21,17 @@ settings.register_profile("explore", max_examples=5000, deadline=None, print_blo
 settings.load_profile("ci")
 
 
+# They need torch and vLLM, which are no part of the development environment.
+collect_ignore = [] if os.environ.get("SHARDCAST_ENGINE_TESTS") else ["engine"]
+
+
+def pytest_report_header() -> str | None:
+    """Says which tests are not among these, and how to run them."""
+    if collect_ignore:
+        return "tests/engine needs a real engine (vLLM) and is left out here: make test-engine"
+    return None
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]

@@ -6,6 +6,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,21 +37,21 @@ SIZES: dict[str, Any] = {
 }
 
 
-def _qwen2(tied: bool) -> Any:
-    return transformers.Qwen2Config(**SIZES, tie_word_embeddings=tied)
+def _qwen2(tied: bool, **more: Any) -> Any:
+    return transformers.Qwen2Config(**{**SIZES, **more}, tie_word_embeddings=tied)
 
 
-def _llama() -> Any:
-    return transformers.LlamaConfig(**SIZES, tie_word_embeddings=False)
+def _llama(**more: Any) -> Any:
+    return transformers.LlamaConfig(**{**SIZES, **more}, tie_word_embeddings=False)
 
 
-def _qwen3() -> Any:
-    return transformers.Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=True)
+def _qwen3(**more: Any) -> Any:
+    return transformers.Qwen3Config(**{**SIZES, **more}, head_dim=32, tie_word_embeddings=True)
 
 
-def _moe() -> Any:
+def _moe(**more: Any) -> Any:
     return transformers.Qwen3MoeConfig(
-        **SIZES,
+        **{**SIZES, **more},
         head_dim=32,
         num_experts=4,
         num_experts_per_tok=2,
@@ -59,19 +60,19 @@ def _moe() -> Any:
     )
 
 
-CONFIGS: dict[str, Callable[[], Any]] = {
-    "qwen2": lambda: _qwen2(False),
-    "qwen2-tied": lambda: _qwen2(True),
+CONFIGS: dict[str, Callable[..., Any]] = {
+    "qwen2": partial(_qwen2, False),
+    "qwen2-tied": partial(_qwen2, True),
     "qwen3-tied": _qwen3,
     "llama": _llama,
     "qwen3-moe": _moe,
 }
 
 
-def save(kind: str, dtype: str, seed: int, directory: Path) -> Path:
+def save(kind: str, dtype: str, seed: int, directory: Path, **sizes: int) -> Path:
     """Save a random model; weights large enough that two seeds never agree on a token for long."""
     torch.manual_seed(seed)
-    config = CONFIGS[kind]()
+    config = CONFIGS[kind](**sizes)
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -113,10 +114,8 @@ class Out:
 
     def publish(self, checkpoint: Path, *, current: bool = True) -> Target:
         """Publish a directory as the next version."""
-        options = PublishOptions(source=checkpoint, threads=1, keep=16, delta=False)
-        done = publish_directory(
-            options, self.run, [signer()], lambda: time.time_ns() // 1_000_000
-        )
+        options = PublishOptions(source=checkpoint, threads=1, keep=100, delta=False)
+        done = publish_directory(options, self.run, [signer()], lambda: time.time_ns() // 1_000_000)
         if current:
             self.run.switch_current(done.ref.version)
         return Target(
@@ -126,9 +125,10 @@ class Out:
             path=str(self.run.version_directory(done.ref.version)),
         )
 
-    def model(self, kind: str, dtype: str, seed: int) -> Target:
+    def model(self, kind: str, dtype: str, seed: int, **sizes: int) -> Target:
         """Publish a random model."""
-        return self.publish(save(kind, dtype, seed, self.scratch / f"{kind}-{dtype}-{seed}"))
+        directory = self.scratch / f"{kind}-{dtype}-{seed}"
+        return self.publish(save(kind, dtype, seed, directory, **sizes))
 
     def broken(
         self, good: Path, name: str, work: Callable[[dict[str, torch.Tensor]], None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -32,7 +33,7 @@ TOKENS = 12
 Answers = list[dict[str, Any]]
 
 
-class EngineRefused(Exception):
+class EngineRaisedError(Exception):
     """What an engine raised."""
 
 
@@ -43,13 +44,15 @@ class RunningEngine:
         self._link = link
         self._lines = link.makefile("r", encoding="utf-8")
         self.log = log
-        self.pid = int.from_bytes(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 4), "little")
+        self.pid = int.from_bytes(
+            link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 4), "little"
+        )
 
     def wait_started(self) -> None:
         """Wait for its first word.
 
         Raises:
-            EngineRefused: If it did not start.
+            EngineRaisedError: If it did not start.
         """
         self._link.settimeout(START_SECONDS)
         self._answer()
@@ -59,7 +62,7 @@ class RunningEngine:
         """Give an order and return what came of it.
 
         Raises:
-            EngineRefused: What it raised.
+            EngineRaisedError: What it raised.
         """
         self._link.sendall(json.dumps({"do": do, **members}).encode() + b"\n")
         return self._answer()
@@ -67,10 +70,10 @@ class RunningEngine:
     def _answer(self) -> Any:
         line = self._lines.readline()
         if not line:
-            raise EngineRefused(f"the engine ended: {self.log.read_text()[-4000:]}")
+            raise EngineRaisedError(f"the engine ended: {self.log.read_text()[-4000:]}")
         reply = json.loads(line)
         if reply["error"] is not None:
-            raise EngineRefused(reply["error"])
+            raise EngineRaisedError(reply["error"])
         return reply["result"]
 
     # --- what tests say ----------------------------------------------------------------------
@@ -96,8 +99,7 @@ class RunningEngine:
 
     def activate(self, target: Target) -> Report:
         """Activate what is staged."""
-        report = self.tell(activate_command(target))
-        return report
+        return self.tell(activate_command(target))
 
     def swap(self, target: Target) -> Report:
         """Stage and activate the way docs/ENGINES.md says."""
@@ -115,10 +117,8 @@ class RunningEngine:
         """End it and whatever it started."""
         self._lines.close()
         self._link.close()
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
 
 
 class EngineHost:
@@ -147,7 +147,7 @@ class EngineHost:
         )  # fmt: skip
         assert self._process.stdout is not None
         if self._process.stdout.readline() != "ready\n":
-            raise EngineRefused(f"the host ended: {Path(self._log.name).read_text()[-4000:]}")
+            raise EngineRaisedError(f"the host ended: {Path(self._log.name).read_text()[-4000:]}")
 
     def begin(self, model: Path | str, **options: Any) -> RunningEngine:
         """Begin to start an engine; it says its first word when it has."""
@@ -174,7 +174,7 @@ class EngineHost:
         """Start an engine.
 
         Raises:
-            EngineRefused: If it does not start; quotes what it raised.
+            EngineRaisedError: If it does not start; quotes what it raised.
         """
         engine = self.begin(model, **options)
         try:

@@ -43,7 +43,10 @@ class Engine:
         outputs = self.llm.generate(
             [{"prompt_token_ids": ids} for ids in order["prompts"]],
             SamplingParams(
-                temperature=0.0, max_tokens=order["tokens"], logprobs=3, ignore_eos=True,
+                temperature=0.0,
+                max_tokens=order["tokens"],
+                logprobs=3,
+                ignore_eos=True,
                 detokenize=False,
             ),  # fmt: skip
             use_tqdm=False,
@@ -70,6 +73,12 @@ class Engine:
 
         return msgspec.to_builtins(swap(self.llm, msgspec.convert(order["target"], Target)))
 
+    def served(self, order: dict[str, Any]) -> Any:
+        """Do what docs/ENGINES.md says of booting from a run."""
+        from trainer_adapter.vllm.inprocess import served
+
+        return msgspec.to_builtins(served(self.llm))
+
     def native(self, order: dict[str, Any]) -> None:
         """Drive vLLM's own interface of weight transfer."""
         self.llm.init_weight_transfer_engine({"init_info": order["target"]})
@@ -77,6 +86,10 @@ class Engine:
         self.llm.update_weights({"update_info": order["target"]})
         self.llm.finish_weight_update("native")
         self.llm.reset_prefix_cache()
+
+    def reset(self, order: dict[str, Any]) -> None:
+        """Forget the prefixes, as a server's pause does."""
+        assert self.llm.reset_prefix_cache()
 
     def label(self, order: dict[str, Any]) -> str:
         """Return the label that tokens are stamped with."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,7 @@ class Injected:
         """Let rank ``rank`` fail ``times`` times.
 
         ``place``: ``tensors``: the stream of tensors breaks off after so many; ``process``: a layer
-        fails while it is processed for its kernel; ``end``: right after the whole load;
-        ``truncate``: the file loses its end before the load begins.
+        fails while it is processed for its kernel; ``end``: right after the whole load.
         """
         if int(getattr(self, "rank", 0)) == rank:
             _FAULTS.clear()
@@ -26,18 +26,29 @@ class Injected:
             _install(self)
         return os.getpid()
 
-    def memory(self) -> dict[str, int]:
-        """Return this process's memory in bytes: anonymous now, and the highest of all so far."""
-        lines = Path("/proc/self/status").read_text().splitlines()
-        fields = dict(line.split(":", 1) for line in lines if ":" in line)
-        return {
-            "anonymous": int(fields["RssAnon"].split()[0]) * 1024,
-            "highest": int(fields["VmHWM"].split()[0]) * 1024,
-        }
+    def watch_memory(self) -> None:
+        """Look at this process's anonymous memory from now on, every few milliseconds."""
+        _WATCH.update(before=_anonymous(), highest=0)
+        threading.Thread(target=_watch, daemon=True).start()
 
-    def reset_highest(self) -> None:
-        """Let ``highest`` count from now on."""
-        Path("/proc/self/clear_refs").write_text("5")
+    def memory(self) -> dict[str, int]:
+        """Return bytes of anonymous memory: when the watch began, at most since, now."""
+        return {**_WATCH, "now": _anonymous()}
+
+
+_WATCH: dict[str, int] = {}
+
+
+def _anonymous() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith("RssAnon:"))
+    return int(line.split()[1]) * 1024
+
+
+def _watch() -> None:
+    while True:
+        _WATCH["highest"] = max(_WATCH["highest"], _anonymous())
+        threading.Event().wait(0.002)
 
 
 _FAULTS: dict[str, Any] = {}

@@ -3,6 +3,7 @@
 ::
 
     llm = LLM(model="OUT/current", load_format="shardcast", weight_transfer_config={"backend": "shardcast"})
+    print(served(llm))                                 # which version that was; tokens carry its label
     for update in worker.iterate():                    # shardcast.worker.Worker(OUT, run, ...)
         swap(llm, target_of("policy", update))         # between two calls of generate
         outputs = llm.generate(...)
@@ -18,8 +19,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from shardcast.engine.forms import label_of
+import shardcast
+from shardcast.engine.forms import (
+    DEFAULT_LEASE_SECONDS,
+    ActivateAnswer,
+    ActivateRequest,
+    Requests,
+    StageRequest,
+    label_of,
+)
 from shardcast.errors import EngineError, EngineRefusedError, EngineUncertainError
+from trainer_adapter.vllm.client import VllmControl
+from trainer_adapter.vllm.control import SystemClock
+from trainer_adapter.vllm.machine import Facts
 from trainer_adapter.vllm.ranks import (
     RPC,
     Report,
@@ -29,6 +41,7 @@ from trainer_adapter.vllm.ranks import (
     stage_command,
     state_command,
 )
+from trainer_adapter.vllm.swap import Swapper
 
 _ASK_SECONDS: Final = 0.01
 
@@ -96,6 +109,22 @@ def swap(llm: Any, target: Target, *, sleep: Callable[[float], None] = time.slee
     return report
 
 
+def served(llm: Any) -> Target | None:
+    """Return which version an ``LLM`` runs, and label its tokens with it.
+
+    None if it was booted from elsewhere and nothing was swapped since.
+
+    Raises:
+        EngineError: If nobody knows which weights are loaded.
+    """
+    report = combine(llm.collective_rpc(RPC, args=(state_command(),)))
+    if report.poisoned:
+        raise EngineError(report.poisoned)
+    if report.served is not None:
+        llm.update_weight_version(label_of(report.served.identity))
+    return report.served
+
+
 def _stage(
     tell: Callable[[dict[str, Any]], Report], target: Target, sleep: Callable[[float], None]
 ) -> None:
@@ -124,3 +153,71 @@ def raise_for(report: Report) -> None:
         raise EngineRefusedError(report.message, phase=report.phase, reason=report.code)
     if report.outcome == "poisoned":
         raise EngineError(report.message)
+
+
+# --- AsyncLLM --------------------------------------------------------------------------------
+
+
+async def attach(client: Any) -> Swapper:
+    """Return what swaps an ``AsyncLLM`` (or any ``EngineClient``) while it generates; made once.
+
+    ::
+
+        swapper = await attach(engine)
+        await swap_async(swapper, target_of("policy", update))      # requests go on around it
+        print(swapper.state.served)
+
+    Raises:
+        SwapError: If the engine was not started with the weight-transfer backend ``shardcast``.
+    """
+    import vllm
+
+    facts = Facts(engine_version=str(vllm.__version__), plugin_version=shardcast.__version__)
+    swapper = Swapper(VllmControl(client), facts, SystemClock())
+    try:
+        await swapper.boot()
+    except BaseException:
+        await swapper.close()
+        raise
+    return swapper
+
+
+async def swap_async(
+    swapper: Swapper,
+    target: Target,
+    *,
+    requests: Requests = "recompute",
+    lease_s: float = DEFAULT_LEASE_SECONDS,
+) -> ActivateAnswer:
+    """Let the engine take a version over: stage while it generates, then pause, load, resume.
+
+    A cancellation stops neither; ``swapper.state`` tells what became of it.
+
+    Args:
+        swapper: Of ``attach``.
+        target: The version.
+        requests: What becomes of running requests.
+        lease_s: How long the whole may take before the engine counts as not ready.
+
+    Raises:
+        SwapError: If it was not taken over; ``swapper.state`` tells what is served.
+    """
+    stage = StageRequest(
+        run=target.run,
+        version=target.version,
+        digest=target.digest,
+        path=target.path,
+        step=target.step,
+    )
+    await swapper.stage(stage)
+    return await swapper.activate(
+        ActivateRequest(
+            run=target.run,
+            version=target.version,
+            digest=target.digest,
+            path=target.path,
+            step=target.step,
+            requests=requests,
+            lease_s=lease_s,
+        )
+    )

@@ -10,6 +10,7 @@ memory by vLLM's reload.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -145,13 +146,16 @@ class Shadow:
     # --- the dry run ------------------------------------------------------------------------
 
     def _counting(self, loader: Callable[..., Any]) -> Callable[..., Any]:
-        def counting(param: torch.Tensor, loaded: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        signature = inspect.signature(loader)
+
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            param, loaded = [*signature.bind(*args, **kwargs).arguments.values()][:2]
             arrivals = self._arrivals.get(id(param))
             source = self._current
             counter = _Counter()
             try:
                 with counter:
-                    result = loader(param, loaded, *args, **kwargs)
+                    result = loader(*args, **kwargs)
             except NotImplementedError:
                 raise
             except (AssertionError, RuntimeError, ValueError, IndexError, TypeError) as error:

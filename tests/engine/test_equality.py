@@ -1,0 +1,128 @@
+"""A swapped version answers as an engine that was started with it: tokens, and every bit of the
+log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.engine.checkpoints import Out
+from tests.engine.conftest import Start
+from tests.engine.engines import RunningEngine
+
+KINDS = [
+    ("qwen2", "bfloat16"),
+    ("qwen2", "float32"),
+    ("qwen2-tied", "bfloat16"),
+    ("qwen2-tied", "float32"),
+    ("qwen3-tied", "bfloat16"),
+    ("llama", "bfloat16"),
+    ("qwen3-moe", "bfloat16"),
+    ("qwen3-moe", "float32"),
+]
+
+
+@pytest.mark.parametrize(("kind", "dtype"), KINDS)
+def test_a_swap_there_and_back_equals_cold_starts(
+    kind: str,
+    dtype: str,
+    out: Out,
+    start: Start,
+    note_path: Callable[[str, RunningEngine], None],
+) -> None:
+    one, two = (out.model(kind, dtype, seed) for seed in (1, 2))
+    first, second = (start(target.path, dtype=dtype) for target in (one, two))
+    try:
+        cold_one, cold_two = first.answers(), second.answers()
+        note_path(f"{kind} {dtype}", first)
+        assert cold_one != cold_two
+
+        assert first.swap(two).outcome == "activated"
+        assert first.answers() == cold_two
+        assert first.swap(one).outcome == "activated"
+        assert first.answers() == cold_one
+        assert second.swap(one).outcome == "activated"
+        assert second.answers() == cold_one
+    finally:
+        first.end()
+        second.end()
+
+
+def test_the_label_says_run_version_and_digest(out: Out, start: Start) -> None:
+    one = out.model("qwen2", "bfloat16", 11)
+    engine = start(one.path)
+    assert engine.label() == "default"
+    assert engine.state().served is None
+
+    engine.swap(one)
+
+    assert engine.label() == f"policy/{one.version}/{one.digest}"
+    assert engine.state().served == one
+
+
+def test_versions_may_be_skipped_and_the_same_bytes_applied_again(out: Out, start: Start) -> None:
+    checkpoint = out.scratch / "again"
+    from tests.engine.checkpoints import save
+
+    again = [out.publish(save("qwen2-tied", "bfloat16", 3, checkpoint)) for _ in range(3)]
+    others = [out.model("qwen2-tied", "bfloat16", seed) for seed in (4, 5)]
+    engine = start(again[0].path)
+    cold = engine.answers()
+    reference = start(others[1].path)
+    cold_last = reference.answers()
+
+    for target in again:  # three versions of equal bytes: each is loaded over the one before
+        assert engine.swap(target).outcome == "activated"
+        assert engine.answers() == cold
+    assert engine.swap(others[1]).outcome == "activated"  # others[0] is skipped
+    assert engine.answers() == cold_last
+    assert engine.swap(others[1]).outcome == "already"
+    assert engine.swap(again[0]).outcome == "activated"
+    assert engine.answers() == cold
+
+
+def test_weights_of_another_float_type_are_converted_as_a_cold_start_does(
+    out: Out, start: Start
+) -> None:
+    wide = out.model("qwen2", "float32", 6)
+    narrow = out.model("qwen2", "bfloat16", 7)
+    cold = start(wide.path, dtype="bfloat16").answers()
+    engine = start(narrow.path, dtype="bfloat16")
+
+    engine.swap(wide)
+
+    assert engine.answers() == cold
+
+
+def test_an_own_road_of_vllm_works_as_well(out: Out, start: Start) -> None:
+    one, two = (out.model("qwen2", "bfloat16", seed) for seed in (8, 9))
+    engine = start(one.path)
+    cold = start(two.path).answers()
+
+    import msgspec
+
+    engine.order("native", target=msgspec.to_builtins(two))
+
+    assert engine.label() == "native"
+    assert engine.answers() == cold
+
+
+def test_a_swap_copies_the_weights_layer_by_layer(out: Out, start: Start) -> None:
+    """The memory that is nobody's file grows by a few layers, not by a second copy."""
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 16}
+    one, two = (out.model("llama", "bfloat16", seed, **sizes) for seed in (12, 13))
+    weights = sum(
+        file.stat().st_size for file in out.run.version_directory(one.version).glob("*.safetensors")
+    )
+    engine = start(one.path)
+    engine.answers()
+    engine.swap(two)
+    engine.order("rpc", method="watch_memory")
+
+    engine.swap(one)
+
+    (memory,) = engine.order("rpc", method="memory")
+    assert weights > 100_000_000
+    assert memory["highest"] - memory["before"] < 0.3 * weights
+    assert memory["now"] - memory["before"] < 0.1 * weights
