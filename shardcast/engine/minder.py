@@ -216,6 +216,7 @@ class Minder:
     async def _stage(self, target: Target) -> None:
         started = self._clock()
         self._state = await self._engine.stage(target)
+        self._metrics.seen(self.name, self._state, self._board.newest)
         self._metrics.stage_seconds.labels(self.name).observe(self._clock() - started)
         self._tell(EventKind.STAGED, target)
         self._healed()
@@ -232,7 +233,11 @@ class Minder:
             slots.give_back(self.name)
             raise
         slots.give_back(self.name)
-        self._announce(target, swapped.pause_ms)
+        news = target.identity != self._identity
+        self._identity, self._seen = target.identity, True
+        self._take(swapped.state)  # and with it give back the old version's lease
+        if news:
+            self._note(target.identity, target.step, swapped.pause_ms)
         return 0.0
 
     async def _load(self, target: Target) -> None:
@@ -313,12 +318,6 @@ class Minder:
         held = self._board.leases.targets.get(identity.digest)
         step = state.served.step if state.served is not None else None
         self._note(identity, held.step if held is not None else step, pause[-1] if pause else None)
-
-    def _announce(self, target: Target, pause_ms: float) -> None:
-        if target.identity == self._identity:
-            return
-        self._identity, self._seen = target.identity, True
-        self._note(target.identity, target.step, pause_ms)
 
     def _note(self, identity: Identity, step: int | None, pause_ms: float | None) -> None:
         self._metrics.activations.labels(self.name).inc()
