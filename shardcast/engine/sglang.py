@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 from shardcast.config import NetConfig
@@ -27,6 +25,7 @@ from shardcast.engine.client import ASK_S, EngineClient
 from shardcast.engine.driver import Manner, Swapped, Target
 from shardcast.engine.forms import EngineState, Identity, Phase
 from shardcast.engine.intents import Intents, MemoryIntents
+from shardcast.engine.ledger import Ledger, Watch
 from shardcast.engine.scoring import score
 from shardcast.errors import (
     EngineError,
@@ -65,22 +64,6 @@ async def _no_check(target: Target) -> None:
 
 def _nowhere(digest: str) -> Target | None:
     return None
-
-
-@dataclass
-class _Memory:
-    """What SGLang does not remember for us."""
-
-    run: str | None = None
-    staged: forms.Staged | None = None
-    newest: int | None = None
-    max_lag: int | None = None
-    failure: forms.Failure | None = None
-    since: dict[str, int] = field(default_factory=dict)
-    steps: dict[str, int | None] = field(default_factory=dict)
-    swaps: list[forms.Swap] = field(default_factory=list)
-    count: int = 0
-    activating: forms.Activating | None = None
 
 
 class SglangEngine:
@@ -127,7 +110,7 @@ class SglangEngine:
         self._intents = intents or MemoryIntents()
         self._check = check
         self._find = find
-        self._memory = _Memory()
+        self._ledger = Ledger("sglang", self._manner.requests)
         self._running: asyncio.Task[Swapped] | None = None
         self.name = self._client.url
 
@@ -135,40 +118,19 @@ class SglangEngine:
 
     async def state(self) -> EngineState:
         """Return what is known of it."""
-        memory = self._memory
         info = await self._info()
         label = info.get("weight_version")
         if not isinstance(label, str):
             raise EngineUnsupportedError(
                 f"{self.name} reports no weight_version: {STEPS}", source=self.name
             )
-        identity = forms.parse_label(label)
-        # While this process is at it, nobody need come to its rescue.
         pending = self._intents.pending()
-        lost = pending and memory.activating is None
-        served = None if pending else self._served(identity)
-        lag = None
-        if served is not None and memory.newest is not None:
-            lag = max(memory.newest - served.version, 0)
-        behind = lag is not None and memory.max_lag is not None and lag > memory.max_lag
-        return EngineState(
-            engine="sglang",
-            engine_version=str(info.get("version") or "unknown"),
-            plugin_version="none",
-            run=identity.run if identity is not None else memory.run,
-            served=served,
-            staged=memory.staged,
-            activating=memory.activating,
+        return self._ledger.state(
+            None if pending else forms.parse_label(label),
             paused=pending,
-            poisoned=lost,
-            ready=not pending and served is not None and not behind,
-            why=self._why(pending=pending, served=served is not None, behind=behind),
-            lag=lag,
-            newest=memory.newest,
-            max_lag=memory.max_lag,
-            last_failure=memory.failure,
-            swap_count=memory.count,
-            swaps=list(memory.swaps),
+            # While this process is at it, nobody need come to its rescue.
+            poisoned=pending and self._ledger.activating is None,
+            version=str(info.get("version") or "unknown"),
             lora=await self._adapters(),
         )
 
@@ -177,23 +139,6 @@ class SglangEngine:
             return self._client.members(_INFO, await self._client.get(_INFO))
         except EngineUnsupportedError:  # named so until 0.5.5
             return self._client.members(_OLD_INFO, await self._client.get(_OLD_INFO))
-
-    def _served(self, identity: Identity | None) -> forms.Served | None:
-        if identity is None:
-            return None
-        since = self._memory.since.setdefault(identity.digest, _now_ms())
-        step = self._memory.steps.get(identity.digest)
-        return forms.Served(
-            version=identity.version, digest=identity.digest, step=step, since=since
-        )
-
-    @staticmethod
-    def _why(*, pending: bool, served: bool, behind: bool) -> str:
-        if pending:
-            return "an activation is under way or was interrupted"
-        if not served:
-            return "it was booted from elsewhere and nothing was activated"
-        return "it is too far behind" if behind else ""
 
     async def _adapters(self) -> list[forms.Lora]:
         listed = self._client.members(_MODELS, await self._client.get(_MODELS)).get("data")
@@ -218,8 +163,7 @@ class SglangEngine:
 
     async def tell(self, run: str, newest: int, max_lag: int | None) -> EngineState:
         """Remember how far the run is; SGLang itself is not asked."""
-        memory = self._memory
-        memory.run, memory.newest, memory.max_lag = run, newest, max_lag
+        self._ledger.tell(run, newest, max_lag)
         return await self.state()
 
     async def score(self, tokens: Sequence[int]) -> list[float]:
@@ -242,14 +186,7 @@ class SglangEngine:
             raise
         except Exception as error:
             raise self._error("stage", "integrity", str(error), target.version) from error
-        self._memory.staged = forms.Staged(
-            run=target.run,
-            version=target.version,
-            digest=target.digest,
-            step=target.step,
-            path=str(target.path),
-            since=_now_ms(),
-        )
+        self._ledger.stage(target)
 
     # --- activate ---------------------------------------------------------------------------
 
@@ -272,26 +209,24 @@ class SglangEngine:
             raise
 
     async def _activate(self, target: Target) -> Swapped:
-        memory = self._memory
+        ledger = self._ledger
         before = forms.parse_label(str((await self._info()).get("weight_version")))
         if before == target.identity and not self._intents.pending():
             return Swapped(0.0, {}, await self.state())
-        if memory.staged is None or memory.staged.digest != target.digest:
+        if ledger.staged is None or ledger.staged.digest != target.digest:
             await self._verify(target)
-        self._at("pause", target)
+        ledger.at("pause", target)
         was_whole = not self._intents.pending()
         try:
             self._intents.begin(target.identity)
-            watch = _Watch()
+            watch = Watch()
             await self._pause(target, was_whole=was_whole)
             watch.lap("pause")
-            phases = await self._swap(target, before, watch)
+            await self._swap(target, before, watch)
         finally:
-            memory.activating = None
-        memory.staged = memory.failure = None
-        memory.since[target.digest] = _now_ms()
-        memory.steps[target.digest] = target.step
-        return Swapped(sum(phases.values()), phases, await self.state())
+            ledger.activating = None
+        ledger.succeed(target)
+        return Swapped(watch.pause_ms, watch.phases_ms, await self.state())
 
     async def _pause(self, target: Target, *, was_whole: bool) -> None:
         """Pause. Where that was refused or never sent, it goes on as before."""
@@ -303,23 +238,20 @@ class SglangEngine:
                 self._intents.end()
             raise
 
-    async def _swap(
-        self, target: Target, before: Identity | None, watch: _Watch
-    ) -> dict[str, float]:
-        """Load a version and continue; return what each phase took."""
+    async def _swap(self, target: Target, before: Identity | None, watch: Watch) -> None:
+        """Load a version and continue."""
         try:
-            self._at("load", target)
+            self._ledger.at("load", target)
             await self._load(target)
             watch.lap("load")
         except (EngineRefusedError, EngineUncertainError) as error:
             await self._give_back(target, before, error, watch)
             raise
-        self._at("resume", target)
+        self._ledger.at("resume", target)
         await self._do(_CONTINUE, {}, "resume", target)
         watch.lap("resume")
         self._intents.end()
-        self._log(before, target.identity, watch)
-        return watch.phases_ms
+        self._ledger.log(before, target.identity, watch)
 
     async def _load(self, target: Target) -> None:
         """Load a version and see to it that no cached prefix of another one is left."""
@@ -355,7 +287,7 @@ class SglangEngine:
         target: Target,
         before: Identity | None,
         error: EngineRefusedError | EngineUncertainError,
-        watch: _Watch,
+        watch: Watch,
     ) -> None:
         """Load the old version again, and only then continue; else it stays paused.
 
@@ -373,13 +305,13 @@ class SglangEngine:
                 failed = f"{failed}; nor did version {old.version} again: {again.message}"
             else:
                 self._intents.end()
-                self._log(before, before, watch)
+                self._ledger.log(before, before, watch)
                 return
         error.message = (
             f"{failed}. It stays paused and nobody knows what it has loaded: the next activation "
             "loads a whole version; if none succeeds, restart the server"
         )
-        self._fail("load", "failed", error.message, target.version)
+        self._ledger.fail("load", "failed", error.message, target.version)
 
     async def _do(
         self, path: str, body: Mapping[str, object], phase: Phase, target: Target
@@ -393,38 +325,13 @@ class SglangEngine:
                 phase, "failed", f"answers {answer.status} to {path}: {said}", target.version
             )
 
-    def _at(self, phase: Phase, target: Target) -> None:
-        self._memory.activating = forms.Activating(
-            run=target.run,
-            version=target.version,
-            digest=target.digest,
-            phase=phase,
-            since=_now_ms(),
-        )
-
-    def _log(self, before: Identity | None, after: Identity | None, watch: _Watch) -> None:
-        memory = self._memory
-        memory.count += 1
-        memory.swaps.append(
-            forms.Swap(
-                n=memory.count,
-                from_=None if before is None else str(before),
-                to=None if after is None else str(after),
-                paused_at=watch.began_ms,
-                resumed_at=_now_ms(),
-                pause_ms=sum(watch.phases_ms.values()),
-                requests=self._manner.requests,
-            )
-        )
-        del memory.swaps[: -forms.MAX_SWAPS]
-
     # --- adapters ---------------------------------------------------------------------------
 
     async def load_adapter(self, name: str, target: Target) -> EngineState:
         """Load an adapter directory under a model name that is never used again."""
         model = f"{name}{_ADAPTER_SEPARATOR}{target.identity}"
         await self._verify(target)
-        self._memory.staged = None
+        self._ledger.staged = None
         body = {"lora_name": model, "lora_path": str(target.path)}
         await self._adapter(_LOAD_ADAPTER, body, target.version, fine=("already",))
         return await self.state()
@@ -457,36 +364,7 @@ class SglangEngine:
         await self._client.close()
 
     def _error(self, phase: Phase, reason: str, message: str, version: int) -> EngineRefusedError:
-        self._fail(phase, reason, message, version)
+        self._ledger.fail(phase, reason, message, version)
         return EngineRefusedError(
             f"engine {self.name}: {message}", source=self.name, phase=phase, reason=reason
         )
-
-    def _fail(self, phase: Phase, reason: str, message: str, version: int) -> None:
-        self._memory.failure = forms.Failure(
-            phase=phase,
-            code=reason,
-            message=message[: forms.MAX_MESSAGE_CHARS],
-            version=version,
-            t=_now_ms(),
-        )
-
-
-class _Watch:
-    """Times the phases of a swap."""
-
-    def __init__(self) -> None:
-        self.began_ms = _now_ms()
-        self.phases_ms: dict[str, float] = {}
-        self._at = time.monotonic()
-
-    def lap(self, phase: str) -> None:
-        """A phase ended."""
-        now = time.monotonic()
-        took = (now - self._at) * 1000
-        self.phases_ms[phase] = self.phases_ms.get(phase, 0.0) + took
-        self._at = now
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000
