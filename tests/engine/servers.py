@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -99,11 +100,11 @@ class Server:
     def activate(self, target: Target, **more: Any) -> Answer:
         return self.ask(ACTIVATE_PATH, {**members(target), **more})
 
-    def arm(self, place: str, after: int = 0) -> None:
+    def arm(self, place: str, after: int = 0, times: int = 1) -> None:
         """Let the next load fail."""
         from tests.engine.server_faults import ARM_PATH
 
-        assert self.ask(ARM_PATH, {"place": place, "after": after}).status == 200
+        assert self.ask(ARM_PATH, {"place": place, "after": after, "times": times}).status == 200
 
     # --- generating ----------------------------------------------------------------------------
 
@@ -153,10 +154,8 @@ class Server:
 
     def end(self) -> None:
         """End it and whatever it started."""
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
 
 
 class Stream:
