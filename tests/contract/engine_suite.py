@@ -18,7 +18,10 @@ WAIT_S = 120
 class Harness(Protocol):
     """An engine under test, its driver, and the truth about it."""
 
-    engine: Engine
+    @property
+    def engine(self) -> Engine:
+        """The driver."""
+        ...
 
     def version(self, number: int) -> Target:
         """Return a version that the engine can load; the same one for the same number."""
