@@ -122,10 +122,9 @@ class Activation:
                 phase="check",
                 deadline=self._deadline,
             )
-            if asleep:
-                raise SwapError(
-                    "refused", "the engine is asleep: wake it up, then activate", phase="check"
-                )
+            if asleep and not self._cell.machine.left_paused:
+                why = "the engine is asleep, or paused by somebody: wake it up, then activate"
+                raise SwapError("refused", why, phase="check")
             report = await self._calls.call(
                 f"staging {self._name}",
                 stage(self._control, self._clock, self._target),

@@ -30,8 +30,15 @@ DEATH_POLL_SECONDS: Final = 0.2
 class VllmControl:
     """``EngineControl`` over vLLM's ``EngineClient``."""
 
-    def __init__(self, client: Any) -> None:
+    def __init__(self, client: Any, *, may_sleep: bool = False) -> None:
+        """Drive an engine.
+
+        Args:
+            client: vLLM's engine client.
+            may_sleep: Whether it was started with ``--enable-sleep-mode``.
+        """
         self._client = client
+        self._may_sleep = may_sleep
 
     async def tell(self, command: dict[str, Any]) -> Report:
         """Give all ranks a command, between two steps of the engine.
@@ -55,8 +62,8 @@ class VllmControl:
         return bool(await self._client.is_paused())
 
     async def is_asleep(self) -> bool:
-        """Ask whether it sleeps."""
-        return bool(await self._client.is_sleeping())
+        """Ask whether it sleeps. vLLM says so of every engine that is paused, by whomever."""
+        return self._may_sleep and bool(await self._client.is_sleeping())
 
     async def set_label(self, label: str) -> None:
         """Set the version that tokens are stamped with; ask for it again, to be sure.

@@ -34,7 +34,7 @@ class EngineControl(Protocol):
         ...
 
     async def is_asleep(self) -> bool:
-        """Say whether its memory was given away (sleep mode)."""
+        """Say whether its memory may have been given away (sleep mode)."""
         ...
 
     async def set_label(self, label: str) -> None:

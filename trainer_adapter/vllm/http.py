@@ -68,7 +68,8 @@ class Endpoints:
             keep_refusal=keep_refusal(settings, salting=self._salting),
             unsupported=_unsupported(settings),
         )
-        swapper = Swapper(VllmControl(engine_client), facts, SystemClock())
+        control = VllmControl(engine_client, may_sleep=settings.may_sleep)
+        swapper = Swapper(control, facts, SystemClock())
         host = VllmAdapters(engine_client, state, enabled=settings.lora)
         adapters = Adapters(host, hold_adapter, swapper)
         swapper.after_load = adapters
@@ -170,6 +171,7 @@ def _settings(engine_client: Any, args: Namespace) -> Settings:
         multimodal=bool(config.model_config.is_multimodal_model),
         connector=_connector(config),
         lora=config.lora_config is not None,
+        may_sleep=bool(config.model_config.enable_sleep_mode),
     )
 
 

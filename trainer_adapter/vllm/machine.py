@@ -107,6 +107,11 @@ class Machine:
         return self.served.target.identity if known and self.served is not None else None
 
     @property
+    def left_paused(self) -> bool:
+        """Whether an activation of ours has left it paused, and not somebody else."""
+        return self.paused_at is not None and bool(self.swaps) and self.swaps[-1].resumed_at is None
+
+    @property
     def label(self) -> str:
         """The version header's value."""
         return UNKNOWN_VERSION if self.identity is None else label_of(self.identity)

@@ -25,6 +25,7 @@ class Settings:
         multimodal: Whether the model takes more than text.
         connector: The KV connector's name, and whether it can forget what it holds.
         lora: Whether adapters are enabled.
+        may_sleep: Whether sleep mode is.
     """
 
     engine_version: str
@@ -36,6 +37,7 @@ class Settings:
     multimodal: bool = False
     connector: Mapping[str, bool] = field(default_factory=dict)
     lora: bool = False
+    may_sleep: bool = False
 
 
 def unsupported(settings: Settings) -> str:

@@ -77,6 +77,7 @@ class FakeEngine:
         self.hanging = asyncio.Event()
         self.release = asyncio.Event()
         self.sleeping = False
+        self.may_sleep = False
         self.resumed_half = False
         self.dropped_adapters = False
         self.polls = 2
@@ -195,7 +196,7 @@ class FakeEngine:
 
     async def is_asleep(self) -> bool:
         await self._point("asleep")
-        return self.sleeping
+        return self.sleeping or (self.may_sleep and self.paused)
 
     async def set_label(self, label: str) -> None:
         what = await self._point("label")

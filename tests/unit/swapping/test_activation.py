@@ -492,6 +492,18 @@ async def test_a_sleeping_engine_is_not_touched(make: Make) -> None:
     assert world.outcome() == "b"
 
 
+async def test_a_pause_of_our_own_is_not_taken_for_sleep(make: Make) -> None:
+    """vLLM says of every paused engine that it sleeps."""
+    world = await make(FakeEngine(load="poisoned"))
+    world.engine.may_sleep = True
+    with pytest.raises(SwapError):
+        await world.activate(NEW)
+    assert (await world.activate(NEW)).state.ready
+    world.engine.paused = True  # by somebody else, perhaps to sleep
+    with pytest.raises(SwapError, match="wake it up"):
+        await world.activate(NEXT)
+
+
 @pytest.mark.parametrize("requests", ["recompute", "wait", "abort", "keep"])
 async def test_modes_of_running_requests(make: Make, requests: Requests) -> None:
     world = await make(FakeEngine(), SALTED)
