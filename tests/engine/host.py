@@ -6,6 +6,7 @@ it on. What each engine answers is in `Engine`; the test's end is `tests.engine.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -16,6 +17,17 @@ from typing import Any
 
 import msgspec
 
+DEFAULTS: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "max_model_len": 128,
+    "max_num_seqs": 8,
+    "block_size": 32,
+    "seed": 0,
+    "disable_log_stats": True,
+    "weight_transfer_config": {"backend": "shardcast"},
+    "worker_extension_cls": "tests.engine.injected.Injected",
+}
+
 
 class Engine:
     """vLLM's ``LLM`` under orders."""
@@ -24,43 +36,16 @@ class Engine:
         os.environ.update(options.pop("environment", {}))
         from vllm import LLM
 
-        self.llm = LLM(
-            skip_tokenizer_init=True,
-            max_model_len=128,
-            max_num_seqs=8,
-            block_size=32,
-            seed=0,
-            disable_log_stats=True,
-            weight_transfer_config={"backend": "shardcast"},
-            worker_extension_cls="tests.engine.injected.Injected",
-            **options,
-        )
+        self.llm = LLM(**{**DEFAULTS, **options})
 
     def generate(self, order: dict[str, Any]) -> list[dict[str, Any]]:
         """Return tokens, and log-probabilities to the last bit."""
-        from vllm import SamplingParams
-
         outputs = self.llm.generate(
             [{"prompt_token_ids": ids} for ids in order["prompts"]],
-            SamplingParams(
-                temperature=0.0,
-                max_tokens=order["tokens"],
-                logprobs=3,
-                ignore_eos=True,
-                detokenize=False,
-            ),  # fmt: skip
+            _sampling(order["tokens"]),
             use_tqdm=False,
         )
-        return [
-            {
-                "tokens": list(one.outputs[0].token_ids),
-                "logprobs": [
-                    sorted((token, entry.logprob.hex()) for token, entry in step.items())
-                    for step in one.outputs[0].logprobs
-                ],
-            }
-            for one in outputs
-        ]
+        return [_answer_of(one) for one in outputs]
 
     def rpc(self, order: dict[str, Any]) -> Any:
         """Call a method on all ranks."""
@@ -91,9 +76,106 @@ class Engine:
         """Forget the prefixes, as a server's pause does."""
         assert self.llm.reset_prefix_cache()
 
+    def register_again(self, order: dict[str, Any]) -> None:
+        """Do what vLLM does in some of its processes."""
+        from trainer_adapter.vllm.plugin import register
+
+        register()
+        register()
+
     def label(self, order: dict[str, Any]) -> str:
         """Return the label that tokens are stamped with."""
         return str(self.llm.get_weight_version())
+
+
+class AsyncEngine:
+    """vLLM's ``AsyncLLM`` under orders; its engine core is a process of its own."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self._loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(self._loop)
+        arguments = AsyncEngineArgs(**{**DEFAULTS, **options})
+
+        async def start() -> Any:
+            return AsyncLLM.from_engine_args(arguments)
+
+        self.llm = self._loop.run_until_complete(start())
+
+    def generate(self, order: dict[str, Any]) -> list[dict[str, Any]]:
+        """As ``Engine`` does."""
+        return self._loop.run_until_complete(self._generate(order))
+
+    async def _generate(self, order: dict[str, Any]) -> list[dict[str, Any]]:
+        return [await self._one(ids, order["tokens"]) for ids in order["prompts"]]
+
+    async def _one(self, ids: list[int], tokens: int, seen: Any = None) -> dict[str, Any]:
+        self._count = getattr(self, "_count", 0) + 1
+        last: Any = None
+        async for output in self.llm.generate(
+            {"prompt_token_ids": ids}, _sampling(tokens), str(self._count)
+        ):
+            last = output
+            if seen is not None:
+                seen(len(output.outputs[0].token_ids))
+        return {**_answer_of(last), "spans": [vars_of(s) for s in last.outputs[0].weight_versions]}
+
+    def over_a_swap(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Swap, as docs/ENGINES.md says, while a request is at its tenth token."""
+        return self._loop.run_until_complete(self._over_a_swap(order))
+
+    async def _over_a_swap(self, order: dict[str, Any]) -> dict[str, Any]:
+        from trainer_adapter.vllm.inprocess import attach, swap_async
+        from trainer_adapter.vllm.ranks import Target
+
+        swapper = await attach(self.llm)
+        booted = await self.llm.get_weight_version()
+        tenth = asyncio.Event()
+        request = asyncio.ensure_future(
+            self._one([5, 17, 101], order["tokens"], lambda n: tenth.set() if n >= 10 else None)
+        )
+        await tenth.wait()
+        answer = await swap_async(swapper, msgspec.convert(order["target"], Target))
+        told = await request
+        label = await self.llm.get_weight_version()
+        await swapper.close()
+        return {**told, "booted": booted, "label": label, "pause_ms": answer.pause_ms}
+
+
+def _sampling(tokens: int) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=0.0, max_tokens=tokens, logprobs=3, ignore_eos=True, detokenize=False
+    )
+
+
+def _answer_of(output: Any) -> dict[str, Any]:
+    return {
+        "tokens": list(output.outputs[0].token_ids),
+        "logprobs": [
+            sorted((token, entry.logprob.hex()) for token, entry in step.items())
+            for step in output.outputs[0].logprobs
+        ],
+    }
+
+
+def vars_of(span: Any) -> dict[str, Any]:
+    return {"version": span.version, "start": span.start, "end": span.end}
+
+
+def pretend(version: str = "", without: str = "") -> None:
+    """Let this process's vLLM be another one."""
+    import vllm
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    if version:
+        vllm.__version__ = version
+    if without:
+        delattr(layerwise, without)
 
 
 def serve(options: dict[str, Any], path: str) -> None:
@@ -108,11 +190,13 @@ def serve(options: dict[str, Any], path: str) -> None:
             except Exception as problem:
                 traceback.print_exc()
                 result, error = None, f"{type(problem).__name__}: {problem}"
-            reply = result if work is not Engine else None
+            reply = None if isinstance(result, (Engine, AsyncEngine)) else result
             link.sendall(json.dumps({"result": reply, "error": error}).encode() + b"\n")
             return result
 
-        engine = answer(Engine, options)
+        kind = AsyncEngine if options.pop("kind", "") == "async" else Engine
+        pretend(**options.pop("pretend", {}))
+        engine = answer(kind, options)
         for line in lines:
             order = json.loads(line)
             answer(getattr(engine, order.pop("do")), order)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Iterator
@@ -18,13 +19,22 @@ class Injected:
         """Let rank ``rank`` fail ``times`` times.
 
         ``place``: ``tensors``: the stream of tensors breaks off after so many; ``process``: a layer
-        fails while it is processed for its kernel; ``end``: right after the whole load.
+        fails while it is processed for its kernel; ``end``: right after the whole load; ``check``:
+        while a version is compared with the model; ``die``: the process ends in the middle of it.
         """
         if int(getattr(self, "rank", 0)) == rank:
             _FAULTS.clear()
             _FAULTS.update(place=place, after=after, times=times)
             _install(self)
         return os.getpid()
+
+    def open_files(self, below: str) -> list[str]:
+        """Return what this process has open below a directory."""
+        found = set()
+        for link in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(OSError):
+                found.add(os.readlink(link))
+        return sorted(path for path in found if path.startswith(below))
 
     def watch_memory(self) -> None:
         """Look at this process's anonymous memory from now on, every few milliseconds."""
@@ -68,6 +78,15 @@ def _install(worker: Any) -> None:
         return
     weights._injected = True
     whole, single = weights.load, weights._load
+    verifier = worker.weight_transfer_engine.rank._verifier
+    compare = verifier._check
+
+    def check(checkpoint: Checkpoint) -> None:
+        if _due("check"):
+            raise RuntimeError("injected: while it was checked")
+        compare(checkpoint)
+
+    verifier._check = check
 
     def load(checkpoint: Checkpoint) -> None:
         whole(checkpoint)
@@ -86,7 +105,10 @@ def _install(worker: Any) -> None:
 
 def _breaking(tensors: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     limit = _FAULTS["after"] if _due("tensors") else None
+    death = _FAULTS["after"] if _due("die") else None
     for number, one in enumerate(tensors):
+        if death is not None and number >= death:
+            os._exit(9)
         if limit is not None and number >= limit:
             raise RuntimeError("injected: in the middle of the tensors")
         yield one

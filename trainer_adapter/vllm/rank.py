@@ -6,7 +6,7 @@ An activation ends in one of five ways, and every rank in the same one (``ranks`
    none touches its model: **refused**.
 2. *load*: the whole reload. All ranks say how it went, and whether the files are still the same;
    if all are well, the new version is served from here on: **activated**.
-3. *restore*: otherwise every rank unwinds the reload and loads what it served before from the files
+3. *restore*: otherwise every rank loads what it served before from the files
    that it still holds. If that succeeds everywhere: **restored**, else **poisoned**.
 
 While the model is being written to, the rank counts as poisoned; only the end of 2 or 3 clears it.
@@ -35,15 +35,11 @@ class Weights(Protocol):
     """The model of a rank, as far as a swap goes."""
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Load all of a version.
+        """Load all of a version, whatever state an earlier load has left the model in.
 
         Raises:
-            Exception: At any point; ``unwind`` is called then.
+            Exception: At any point.
         """
-        ...
-
-    def unwind(self) -> None:
-        """Put the model back into a state in which ``load`` works, whatever its weights are."""
         ...
 
     def gemm(self) -> dict[str, int]:
@@ -183,7 +179,6 @@ class Rank:
         return self._reply("poisoned", "failed", self._poisoned, "load", phases)
 
     def _load_held(self) -> None:
-        self._weights.unwind()
         held = self._held
         if held is None:
             raise RuntimeError("what was served before was booted from elsewhere, and is not held")

@@ -48,6 +48,9 @@ _IGNORED_CONFIG: Final = frozenset(
 )
 """What says nothing about how the model computes, or is fixed when the engine starts (dtype)."""
 
+Bare = tuple[torch.nn.Module, str, torch.Tensor]
+"""A tensor that is an attribute of a layer and neither parameter nor buffer: layer, name, value."""
+
 _KERNELS: Final = {
     "onednn_mm": "onednn",
     "weight_packed_linear_cpu": "amx",
@@ -76,6 +79,8 @@ class Model:
         self._device = device
         self._ranks = ranks
         self._boot_config = _boot_config(model_config)
+        self._bare: list[Bare] = []  # of a load that has not ended well
+        self._heads = dict(tied_heads(model))  # now: half way through a reload it does not show
 
     # --- could it load a version? ------------------------------------------------------------
 
@@ -86,12 +91,11 @@ class Model:
             EngineRefusedError: If it cannot be loaded, or would not be the same as booting with it.
         """
         self._check_config(checkpoint)
-        heads = dict(tied_heads(self._model))
         shadow = Shadow(self._model, ranks=self._ranks)
         try:
             arrivals = shadow.run(
                 checkpoint.specs.values(),
-                tied=[f"{name}.weight" for name in heads],
+                tied=[f"{name}.weight" for name in self._heads],
                 strict=self._config.quantization is None,
             )
         except NotImplementedError as error:
@@ -102,7 +106,7 @@ class Model:
                 error,
             )
             return
-        for head, embedding in heads.items():
+        for head, embedding in self._heads.items():
             _check_tied(checkpoint, arrivals, f"{head}.weight", f"{embedding}.weight")
 
     def _check_config(self, checkpoint: Checkpoint) -> None:
@@ -130,8 +134,9 @@ class Model:
             self._load(checkpoint.tensors())
 
     def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        bare = _bare_tensors(self._model)
-        heads = [self._model.get_submodule(name) for name, _ in tied_heads(self._model)]
+        self.unwind()
+        bare = self._bare = self._bare or _bare_tensors(self._model)
+        heads = [self._model.get_submodule(name) for name in self._heads]
         if self._device.type == "cpu":
             _forget_expert_kernels(self._model)
         layerwise.initialize_layerwise_reload(self._model)
@@ -141,6 +146,7 @@ class Model:
         for head in heads:
             head.quant_method.process_weights_after_loading(head)
         _keep_addresses(bare)
+        self._bare = []
         left = [name for name, tensor in self._model.named_parameters() if tensor.is_meta]
         if left:
             raise RuntimeError(f"{len(left)} parameters were not loaded, among them {left[0]}")
@@ -148,7 +154,10 @@ class Model:
             torch.accelerator.synchronize()
 
     def unwind(self) -> None:
-        """Take the model off the meta device and forget what was half loaded."""
+        """Take the model off the meta device and forget what was half loaded.
+
+        The weights are whatever they are then; on a model that is whole it changes nothing.
+        """
         model: Any = self._model
         if hasattr(model, "_original_do_torchao_reload"):
             model._do_torchao_reload = model._original_do_torchao_reload
@@ -229,7 +238,7 @@ def _forget_expert_kernels(model: torch.nn.Module) -> None:
             method.moe_kernel = None
 
 
-def _bare_tensors(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, torch.Tensor]]:
+def _bare_tensors(model: torch.nn.Module) -> list[Bare]:
     return [
         (module, name, value)
         for module in model.modules()
@@ -238,7 +247,7 @@ def _bare_tensors(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, to
     ]
 
 
-def _keep_addresses(bare: list[tuple[torch.nn.Module, str, torch.Tensor]]) -> None:
+def _keep_addresses(bare: list[Bare]) -> None:
     for module, name, old in bare:
         new = module.__dict__.get(name)
         if (

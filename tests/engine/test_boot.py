@@ -1,0 +1,119 @@
+"""Booting straight from a worker's OUT, following from there, and vLLM versions that we do not know."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.engine.checkpoints import Out
+from tests.engine.conftest import Start
+from tests.engine.engines import EngineHost, EngineRaisedError, RunningEngine
+from tests.engine.test_failures import _flip
+
+COMPILED = {"enforce_eager": False, "dtype": "float32", "load_format": "shardcast"}
+
+
+def _compiled(engine: RunningEngine) -> tuple[bool, bool]:
+    """Say whether an engine compiled, and whether it took what was compiled before."""
+    log = engine.log.read_text()
+    fresh = re.search(r"Cache the graph|Compiling a graph|saved AOT compiled function", log)
+    loaded = re.search(r"Directly load|loaded AOT|Directly load AOT", log)
+    return fresh is not None, loaded is not None
+
+
+def test_every_version_boots_from_one_name_and_is_compiled_once(out: Out, start: Start) -> None:
+    one = out.model("qwen2", "float32", 1)
+    first = start(out.current, **COMPILED)
+    cold_one = first.answers()
+    assert first.state().served == one
+    assert _compiled(first) == (True, False)
+
+    two = out.model("qwen2", "float32", 2)  # the worker has got the next one
+    second = start(out.current, **COMPILED)
+    cold_two = second.answers()
+    assert second.state().served == two
+    assert _compiled(second) == (False, True)
+    assert cold_one != cold_two
+
+    assert first.swap(two).outcome == "activated"
+    assert first.answers() == cold_two
+    assert first.swap(one).outcome == "activated"
+    assert first.answers() == cold_one
+
+
+def test_a_digest_pins_the_version_whatever_is_current(out: Out, start: Start) -> None:
+    one, two = (out.model("qwen2-tied", "bfloat16", seed) for seed in (1, 2))
+    pinned = start(
+        out.current, load_format="shardcast", model_loader_extra_config={"digest": one.digest}
+    )
+    newest = start(out.current, load_format="shardcast")
+
+    assert pinned.state().served == one
+    assert newest.state().served == two
+    cold = newest.answers()
+    assert pinned.answers() != cold
+    assert pinned.order("served") is not None
+    assert pinned.label() == f"policy/{one.version}/{one.digest}"
+    assert pinned.swap(two).outcome == "activated"
+    assert pinned.answers() == cold
+
+
+def test_what_was_not_published_is_not_booted(out: Out, start: Start) -> None:
+    target = out.model("qwen2-tied", "bfloat16", 3)
+    _flip(Path(target.path) / "model.safetensors")
+    with pytest.raises(EngineRaisedError, match=r"model\.safetensors, shard 1"):
+        start(out.current, load_format="shardcast")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"model_loader_extra_config": {"digest": "0" * 64}}, "no version with manifest 0000"),
+        ({"model_loader_extra_config": {"threads": 3}}, "only 'digest'"),
+    ],
+)
+def test_wrong_options_are_named(
+    out: Out, start: Start, options: dict[str, object], said: str
+) -> None:
+    out.model("qwen2-tied", "bfloat16", 4)
+    with pytest.raises(EngineRaisedError, match=said):
+        start(out.current, load_format="shardcast", **options)
+
+
+def test_a_directory_that_no_worker_keeps_is_named(out: Out, start: Start) -> None:
+    target = out.model("qwen2-tied", "bfloat16", 5)
+    directory = out.scratch / "qwen2-tied-bfloat16-5"
+    with pytest.raises(EngineRaisedError, match="give OUT/current"):
+        start(directory, load_format="shardcast")
+    assert start(target.path, load_format="shardcast").state().served == target
+
+
+@pytest.mark.parametrize("options", [{}, {"load_format": "shardcast"}])
+def test_an_unknown_vllm_is_refused_with_a_clear_message(
+    out: Out, host: EngineHost, options: dict[str, object]
+) -> None:
+    out.model("qwen2-tied", "bfloat16", 6)
+    with pytest.raises(EngineRaisedError, match=r"swaps weights in vLLM 0\.32\.x.*0\.99\.0"):
+        host.start(out.current, **options, pretend={"version": "0.99.0"})
+
+
+def test_a_vllm_that_lacks_what_we_use_is_refused_with_its_name(out: Out, host: EngineHost) -> None:
+    out.model("qwen2-tied", "bfloat16", 7)
+    with pytest.raises(EngineRaisedError, match=r"lacks .*layerwise:_place_kernel_tensors"):
+        host.start(out.current, pretend={"without": "_place_kernel_tensors"})
+
+
+def test_the_plug_in_may_be_registered_again_and_does_nothing_to_others(
+    out: Out, start: Start
+) -> None:
+    target = out.model("qwen2-tied", "bfloat16", 8)
+    engine = start(target.path, weight_transfer_config=None)
+    engine.order("register_again")
+
+    report = engine.state()
+
+    assert (report.outcome, report.code) == ("refused", "unsupported")
+    assert '{"backend": "shardcast"}' in report.message
+    assert engine.answers()
