@@ -223,9 +223,7 @@ class FakeEngine:
         return self._state
 
     async def score(self, tokens: Sequence[int]) -> list[float]:
-        weights = self.machine.answer()
-        wrong = self.machine.wrong_by.get(weights or "", 0.0)
-        return [one + wrong for one in logprobs(weights, tokens)]
+        return scores_of(self.machine, list(tokens))
 
     async def close(self) -> None:
         """Nothing is open."""
@@ -469,7 +467,7 @@ class PluginServer:
             case "GET", "/v1/models":
                 return 200, {"data": [{"id": self.model, "object": "model"}]}
             case "POST", "/v1/completions":
-                return completion(self.machine, body)
+                return vllm_completion(self.machine, body)
             case "POST", forms.STAGE_PATH:
                 request = forms.read_request(data, forms.StageRequest)
                 return self._stage(target_of(request, Path(request.path)))
@@ -569,12 +567,28 @@ def target_of(
     )
 
 
-def completion(machine: Machine, body: dict[str, Any]) -> tuple[int, Any]:
-    """An OpenAI completion with the prompt's log-probabilities, as vLLM and SGLang give it."""
-    assert (body["echo"], body["max_tokens"]) == (True, 1)
+def scores_of(machine: Machine, tokens: list[int]) -> list[float]:
+    """The log-probabilities of a prompt, as an engine answers."""
     weights = machine.answer()
     wrong = machine.wrong_by.get(weights or "", 0.0)
-    scores = [one + wrong for one in logprobs(weights, body["prompt"])]
+    return [one + wrong for one in logprobs(weights, tokens)]
+
+
+def vllm_completion(machine: Machine, body: dict[str, Any]) -> tuple[int, Any]:
+    """A completion with the prompt's log-probabilities, as vLLM 0.32 gives it."""
+    assert (body["prompt_logprobs"], body["max_tokens"]) == (0, 1)
+    tokens = body["prompt"]
+    places = [
+        {str(token): {"logprob": score, "rank": 2, "decoded_token": None}}
+        for token, score in zip(tokens[1:], scores_of(machine, tokens), strict=True)
+    ]
+    return 200, {"choices": [{"text": "", "logprobs": None, "prompt_logprobs": [None, *places]}]}
+
+
+def echoed_completion(machine: Machine, body: dict[str, Any]) -> tuple[int, Any]:
+    """A completion that echoes its prompt, as SGLang gives it."""
+    assert (body["echo"], body["max_tokens"]) == (True, 1)
+    scores = scores_of(machine, body["prompt"])
     return 200, {"choices": [{"text": "", "logprobs": {"token_logprobs": [None, *scores, -1.0]}}]}
 
 
@@ -613,7 +627,7 @@ class SglangServer:
                 return 200, {"data": [{"id": n, "root": self.adapters.get(n)} for n in names]}
             case "POST", "/v1/completions":
                 assert self.cached in (None, self.machine.weights), "a stale prefix is used"
-                return completion(self.machine, body)
+                return echoed_completion(self.machine, body)
             case "POST", "/pause_generation":
                 assert body["mode"] in ("retract", "abort")
                 self.machine.paused = True

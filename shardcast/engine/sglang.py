@@ -26,7 +26,7 @@ from shardcast.engine.driver import Manner, Swapped, Target
 from shardcast.engine.forms import EngineState, Identity, Phase
 from shardcast.engine.intents import Intents, MemoryIntents
 from shardcast.engine.ledger import Ledger, Watch
-from shardcast.engine.scoring import score
+from shardcast.engine.scoring import score_echoed
 from shardcast.errors import (
     EngineError,
     EngineRefusedError,
@@ -168,7 +168,7 @@ class SglangEngine:
 
     async def score(self, tokens: Sequence[int]) -> list[float]:
         """Return the log-probability of each token but the first, given those before it."""
-        return await score(self._client, tokens)
+        return await score_echoed(self._client, tokens)
 
     # --- stage ------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from shardcast.engine import forms
 from shardcast.engine.client import ASK_S, MARGIN_S, STAGE_S, EngineClient
 from shardcast.engine.driver import Manner, Swapped, Target
 from shardcast.engine.forms import EngineState, Identity
-from shardcast.engine.scoring import score
+from shardcast.engine.scoring import score_vllm
 from shardcast.errors import EngineRefusedError, EngineUnsupportedError, MalformedError
 
 STEPS: Final = (
@@ -107,7 +107,7 @@ class VllmEngine:
 
     async def score(self, tokens: Sequence[int]) -> list[float]:
         """Return the log-probability of each token but the first, given those before it."""
-        return await score(self._client, tokens)
+        return await score_vllm(self._client, tokens)
 
     async def close(self) -> None:
         """Close connections. What was begun at the server goes on there."""

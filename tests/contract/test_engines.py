@@ -201,6 +201,27 @@ async def test_a_reason_of_the_engine_s_comes_through(tmp_path: Path) -> None:
         await engine.close()
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"data": []},
+        {"data": [{"id": "m"}], "choices": []},
+        {"data": [{"id": "m"}], "choices": [{"logprobs": None, "prompt_logprobs": None}]},
+        {"data": [{"id": "m"}], "choices": [{"prompt_logprobs": [None, {"9": {"logprob": -1}}]}]},
+    ],
+)
+@pytest.mark.parametrize("kind", [VllmEngine, SglangEngine])
+async def test_an_engine_that_tells_no_logprobs_cannot_be_checked(
+    kind: Callable[..., Engine], answer: dict[str, object]
+) -> None:
+    server = JsonServer(lambda method, path, body: (200, answer))
+    with server.running():
+        engine = kind(server.url, config=QUICK)
+        with pytest.raises(EngineRefusedError, match="canaries cannot be checked"):
+            await engine.score([1, 2, 3])
+        await engine.close()
+
+
 # --- SGLang's traps ---------------------------------------------------------------------------
 
 
