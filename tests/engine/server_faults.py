@@ -26,9 +26,9 @@ def install() -> None:
         attach(self, app)
         app.add_route(ARM_PATH, arm, methods=["POST"])
 
-    async def init_state(self: Endpoints, client: Any, state: Any, args: Namespace) -> None:
-        found["client"] = client
-        await init(self, client, state, args)
+    async def init_state(self: Endpoints, engine_client: Any, state: Any, args: Namespace) -> None:
+        found["client"] = engine_client
+        await init(self, engine_client, state, args)
 
     Endpoints.attach_router = attach_router  # type: ignore[method-assign]
     Endpoints.init_state = init_state  # type: ignore[method-assign]

@@ -241,9 +241,10 @@ class ServerHost:
 
     def close(self) -> None:
         """End it; servers are ended by those who started them."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        self._process.kill()
         self._process.wait(ANSWER_SECONDS)
+        if self._process.stdin is not None:
+            self._process.stdin.close()
         if self._process.stdout is not None:
             self._process.stdout.close()
         self._log.close()

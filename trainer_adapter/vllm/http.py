@@ -62,6 +62,8 @@ class Endpoints:
         has_key = has_key or bool(os.environ.get("VLLM_API_KEY"))
         if not has_key:
             log.warning("no --api-key: only clients on this host may change this server's weights")
+        if os.environ.get("VLLM_SERVER_DEV_MODE", "0") not in {"", "0"}:
+            log.warning("VLLM_SERVER_DEV_MODE opens routes that change weights without any key")
         facts = Facts(
             engine_version=settings.engine_version,
             plugin_version=shardcast.__version__,

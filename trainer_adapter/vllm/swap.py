@@ -196,8 +196,9 @@ class Swapper:
                 phase="stage",
             )
         except SwapError as error:
-            now = self._clock.now()
-            self.machine = self.machine.failed(error, target.version, now)
+            if error.slug != "conflict":  # another version was wanted instead: nothing has failed
+                now = self._clock.now()
+                self.machine = self.machine.failed(error, target.version, now)
             if error.slug == "dead":
                 self.machine = self.machine.died(self._control.dead() or "it ended")
             raise

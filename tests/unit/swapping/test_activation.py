@@ -473,6 +473,7 @@ async def test_staging_another_version_gives_up_the_one_before(make: Make) -> No
     with pytest.raises(SwapError, match="given up") as caught:
         await soon(first)
     assert caught.value.slug == "conflict"
+    assert world.swapper.state.last_failure is None
 
 
 async def test_a_disk_that_stands_still_ends_staging(make: Make) -> None:
