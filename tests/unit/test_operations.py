@@ -9,6 +9,7 @@ import pytest
 
 from relay.metrics import Metrics
 from shardcast import errors
+from shardcast.engine.metrics import EngineMetrics
 from shardcast.events import EventKind
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,7 +64,8 @@ def test_a_quoted_log_line_is_in_the_source(fragment: str) -> None:
 @pytest.mark.parametrize("name", [s for s in SPANS if re.fullmatch(r"shardcast_[a-z_]+", s)])
 def test_a_quoted_metric_exists(name: str) -> None:
     known = set()
-    for metric in Metrics().registry.collect():
+    registries = (Metrics().registry, EngineMetrics().registry)
+    for metric in (metric for registry in registries for metric in registry.collect()):
         known |= (
             {metric.name, f"{metric.name}_total"} if metric.type == "counter" else {metric.name}
         )
