@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,8 @@ class Injected:
 
         ``place``: ``tensors``: the stream of tensors breaks off after so many; ``process``: a layer
         fails while it is processed for its kernel; ``end``: right after the whole load; ``check``:
-        while a version is compared with the model; ``die``: the process ends in the middle of it.
+        while a version is compared with the model; ``die``: the process ends in the middle of it;
+        ``stop``: it is stopped there, until somebody lets it go on (SIGCONT).
         """
         if int(getattr(self, "rank", 0)) == rank:
             _FAULTS.clear()
@@ -106,9 +108,12 @@ def _install(worker: Any) -> None:
 def _breaking(tensors: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     limit = _FAULTS["after"] if _due("tensors") else None
     death = _FAULTS["after"] if _due("die") else None
+    halt = _FAULTS["after"] if _due("stop") else None
     for number, one in enumerate(tensors):
         if death is not None and number >= death:
             os._exit(9)
+        if number == halt:
+            os.kill(os.getpid(), signal.SIGSTOP)
         if limit is not None and number >= limit:
             raise RuntimeError("injected: in the middle of the tensors")
         yield one

@@ -1,4 +1,4 @@
-"""A route that only tests have: it makes a rank fail (``tests.engine.injected``)."""
+"""Routes that only tests have: a rank fails (``tests.engine.injected``), somebody else pauses."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from trainer_adapter.vllm.http import Endpoints
 
 ARM_PATH = "/v1/test/arm"
+PAUSE_PATH = "/v1/test/pause"
 
 
 def install() -> None:
@@ -22,9 +23,16 @@ def install() -> None:
         places = [0, order["place"], order.get("after", 0), order.get("times", 1)]
         return JSONResponse(await found["client"].collective_rpc("arm", args=tuple(places)))
 
+    async def pause(request: Any) -> Any:
+        from starlette.responses import JSONResponse
+
+        await found["client"].pause_generation(mode="keep", clear_cache=False)
+        return JSONResponse({})
+
     def attach_router(self: Endpoints, app: Any) -> None:
         attach(self, app)
         app.add_route(ARM_PATH, arm, methods=["POST"])
+        app.add_route(PAUSE_PATH, pause, methods=["POST"])
 
     async def init_state(self: Endpoints, engine_client: Any, state: Any, args: Namespace) -> None:
         found["client"] = engine_client

@@ -27,6 +27,7 @@ from shardcast.engine.forms import (
     EngineState,
     read_answer,
 )
+from tests.engine.server_faults import ARM_PATH, PAUSE_PATH
 from trainer_adapter.vllm.ranks import Target
 
 START_SECONDS = 240.0
@@ -100,11 +101,15 @@ class Server:
     def activate(self, target: Target, **more: Any) -> Answer:
         return self.ask(ACTIVATE_PATH, {**members(target), **more})
 
-    def arm(self, place: str, after: int = 0, times: int = 1) -> None:
-        """Let the next load fail."""
-        from tests.engine.server_faults import ARM_PATH
+    def arm(self, place: str, after: int = 0, times: int = 1) -> int:
+        """Let the next load fail; return the rank's process id."""
+        answer = self.ask(ARM_PATH, {"place": place, "after": after, "times": times})
+        assert answer.status == 200, answer.body
+        return int(answer.json[0])
 
-        assert self.ask(ARM_PATH, {"place": place, "after": after, "times": times}).status == 200
+    def pause(self) -> None:
+        """Pause it as somebody else would, and go away."""
+        assert self.ask(PAUSE_PATH, {}).status == 200
 
     # --- generating ----------------------------------------------------------------------------
 
@@ -258,6 +263,6 @@ def environment(scratch: Path) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
-        "VLLM_CACHE_ROOT": str(scratch / "vllm-cache"),
-        "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor"),
+        "VLLM_CACHE_ROOT": str(scratch.parent / "vllm-cache"),  # one for all of a session
+        "TORCHINDUCTOR_CACHE_DIR": str(scratch.parent / "inductor"),
     }

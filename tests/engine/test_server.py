@@ -325,6 +325,42 @@ def test_a_client_that_is_gone_changes_nothing(first: Server, versions: Versions
     assert (state.ready, state.activating, state.last_failure) == (True, None, None)
 
 
+def test_a_load_that_hangs_is_said_when_its_lease_ends_and_heals(
+    first: Server, versions: Versions
+) -> None:
+    rank = first.arm("stop", 3)
+    try:
+        answer = first.activate(versions[1], lease_s=2)
+        assert answer.status == 504, answer.body
+        state = first.state()
+        assert (state.ready, state.paused, state.poisoned) == (False, True, False)
+        assert "restart the engine" in state.why
+        assert first.ask(READY_PATH).status == 503
+        assert first.activate(versions[2]).status == 409
+    finally:
+        os.kill(rank, signal.SIGCONT)
+    until(lambda: first.state().activating is None, "the load ended after all")
+    state = first.state()
+    assert (state.ready, state.identity) == (True, versions[1].identity)
+    assert state.last_failure is None
+    assert first.tokens(PROMPT) == first.tokens(PROMPT, cache_salt="fresh")
+
+
+def test_an_engine_that_somebody_paused_is_seen_and_resumed(
+    first: Server, versions: Versions
+) -> None:
+    first.pause()
+    state = first.state()
+    assert (state.paused, state.ready) == (True, False)
+    assert first.ask(READY_PATH).status == 503
+    assert first.activate(versions[0]).json["pause_ms"] > 0
+    assert first.state().ready
+    assert first.completion(PROMPT).status == 200
+    first.pause()
+    assert first.activate(versions[1]).status == 200
+    assert first.state().ready
+
+
 def test_falling_behind_drops_readiness_and_goes_on_answering(
     first: Server, versions: Versions
 ) -> None:
