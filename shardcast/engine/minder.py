@@ -21,14 +21,14 @@ from shardcast.engine.decide import Action, Kind, Mode, View, decide, served_by
 from shardcast.engine.driver import Engine, Target
 from shardcast.engine.forms import Activating, EngineState, Identity, Staged, label_of
 from shardcast.engine.metrics import EngineMetrics
+from shardcast.engine.reports import Reports
 from shardcast.errors import (
     EngineError,
     EngineRefusedError,
     EngineUncertainError,
     EngineUnreachableError,
-    ShardcastError,
 )
-from shardcast.events import EventKind, WorkerEvent
+from shardcast.events import WorkerEvent
 
 RETRY_FIRST_S: Final = 1.0
 RETRY_CAP_S: Final = 30.0
@@ -70,8 +70,8 @@ class Minder:
         self._engine = engine
         self._board = board
         self._options = board.options
-        self._emit = emit
         self._metrics = metrics
+        self._reports = Reports(engine.name, board.run, emit, metrics)
         self._canary = canary
         self._clock = clock
         self._rng = rng or random.Random()  # noqa: S311 - spreads load, keeps no secret
@@ -82,7 +82,6 @@ class Minder:
         self._told: int | None = None
         self._tellable = True
         self._working: Target | None = None
-        self._away = False
         self._failure_at: int | None = None
         self._refused: set[str] = set()
         self._checked: set[str] = set()
@@ -90,7 +89,6 @@ class Minder:
         self._failures = 0
         self._rests_until = 0.0
         self._failed_with: str | None = None
-        self._reported: str | None = None
 
     async def run(self) -> None:
         """Mind it. Ends by cancellation only; an activation that was begun goes on at the engine."""
@@ -217,8 +215,7 @@ class Minder:
         started = self._clock()
         self._state = await self._engine.stage(target)
         self._metrics.seen(self.name, self._state, self._board.newest)
-        self._metrics.stage_seconds.labels(self.name).observe(self._clock() - started)
-        self._tell(EventKind.STAGED, target)
+        self._reports.staged(target, self._clock() - started)
         self._healed()
 
     async def _activate(self, target: Target) -> float:
@@ -245,8 +242,7 @@ class Minder:
         assert name is not None
         state = await self._engine.load_adapter(name, target)
         loaded = [one for one in state.lora if one.digest == target.digest and one.name == name]
-        self._tell(EventKind.ACTIVATED, target, model=loaded[0].model if loaded else None)
-        self._metrics.activations.labels(self.name).inc()
+        self._reports.loaded(target, loaded[0].model if loaded else None)
         self._healed()
 
     # --- what it sees -----------------------------------------------------------------------
@@ -270,8 +266,7 @@ class Minder:
         self._identity, self._seen = identity, True
         if identity is not None and not self._must_check(identity):
             self._is_good(identity)
-        if self._away:
-            self._away, self._reported = False, None
+        self._reports.back()
         if self._options.mode is Mode.MANUAL:
             self._tell_failure(state)
         self._metrics.seen(self.name, state, self._board.newest)
@@ -294,7 +289,7 @@ class Minder:
             phase=failure.phase,
             reason=failure.code,
         )
-        self._report(error, failure.phase)
+        self._reports.failed(error, failure.phase)
 
     def _resolve(self, state: EngineState, identity: Identity | None) -> None:
         """Learn what became of an activation that the engine did not answer."""
@@ -320,20 +315,7 @@ class Minder:
         self._note(identity, held.step if held is not None else step, pause[-1] if pause else None)
 
     def _note(self, identity: Identity, step: int | None, pause_ms: float | None) -> None:
-        self._metrics.activations.labels(self.name).inc()
-        if pause_ms is not None:
-            self._metrics.pause_seconds.labels(self.name).observe(pause_ms / 1000)
-        self._emit(
-            WorkerEvent(
-                kind=EventKind.ACTIVATED,
-                run=identity.run,
-                version=identity.version,
-                step=step,
-                manifest=identity.digest,
-                engine=self.name,
-                pause_ms=pause_ms,
-            )
-        )
+        self._reports.activated(identity, step, pause_ms)
         self._healed()
 
     # --- canaries ---------------------------------------------------------------------------
@@ -348,7 +330,7 @@ class Minder:
         try:
             wrong = None if canary is None else await self._compare(canary)
         except EngineError as unanswered:
-            self._report(unanswered, "check", target)
+            self._reports.failed(unanswered, "check", target)
             return False
         self._checked.add(identity.digest)
         if wrong is None:
@@ -368,7 +350,7 @@ class Minder:
             phase="check",
             reason="failed",
         )
-        self._report(error, "check", target)
+        self._reports.failed(error, "check", target)
         return True
 
     def _must_check(self, identity: Identity) -> bool:
@@ -385,16 +367,14 @@ class Minder:
 
     def _lost(self, error: EngineError) -> float:
         """It does not answer, or not as an engine: the others go on, this one is asked again."""
-        self._away = True
+        self._reports.away(error)
         self._metrics.seen(self.name, None, self._board.newest)
         if self._pending is not None:
             waited_s = self._clock() - self._pending[1]
             if waited_s < self._options.lease_s + MARGIN_S:
-                self._report(error, "serve")
                 return self._options.watch_s
             self._pending = None
         self._board.slots.give_back(self.name)
-        self._report(error, "serve")
         return self._options.poll_s
 
     def _fail(self, error: EngineError, phase: str, action: Action) -> float:
@@ -403,42 +383,11 @@ class Minder:
         self._failed_with = None if target is None else target.digest
         cap = min(RETRY_FIRST_S * 2.0 ** min(self._failures, 16), RETRY_CAP_S)
         self._rests_until = self._clock() + self._rng.uniform(cap / 2, cap)
-        self._report(error, phase, action.target)
+        self._reports.failed(error, phase, action.target)
         return 0.0 if self._pending is not None else self._options.watch_s
-
-    def _report(self, error: EngineError, phase: str, target: Target | None = None) -> None:
-        """Tell a failure, the same one only once in a row."""
-        self._metrics.failed(self.name, phase)
-        if self._reported == error.message:
-            return
-        self._reported = error.message
-        self._tell(EventKind.ENGINE_FAILED, target, error=error)
 
     def _healed(self) -> None:
         self._failures, self._rests_until = 0, 0.0
-        self._reported = None
-
-    def _tell(
-        self,
-        kind: EventKind,
-        target: Target | None,
-        *,
-        error: ShardcastError | None = None,
-        model: str | None = None,
-    ) -> None:
-        self._emit(
-            WorkerEvent(
-                kind=kind,
-                run=self._board.run,
-                version=None if target is None else target.version,
-                step=None if target is None else target.step,
-                manifest=None if target is None else target.digest,
-                path=None if target is None else target.path,
-                engine=self.name,
-                model=model,
-                error=error,
-            )
-        )
 
 
 def _name_of(one: Staged | Activating | None) -> Identity | None:

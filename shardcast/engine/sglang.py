@@ -28,6 +28,7 @@ from shardcast.engine.intents import Intents, MemoryIntents
 from shardcast.engine.ledger import Ledger, Watch
 from shardcast.engine.scoring import score_echoed
 from shardcast.errors import (
+    DiskError,
     EngineError,
     EngineRefusedError,
     EngineUncertainError,
@@ -218,7 +219,7 @@ class SglangEngine:
         ledger.at("pause", target)
         was_whole = not self._intents.pending()
         try:
-            self._intents.begin(target.identity)
+            self._begin(target)
             watch = Watch()
             await self._pause(target, was_whole=was_whole)
             watch.lap("pause")
@@ -228,6 +229,18 @@ class SglangEngine:
         ledger.succeed(target)
         return Swapped(watch.pause_ms, watch.phases_ms, await self.state())
 
+    def _begin(self, target: Target) -> None:
+        try:
+            self._intents.begin(target.identity)
+        except DiskError as error:
+            raise self._error("pause", "unavailable", str(error), target.version) from error
+
+    def _end(self, target: Target) -> None:
+        try:
+            self._intents.end()
+        except DiskError as error:  # it is activated once more
+            raise self._error("resume", "unavailable", str(error), target.version) from error
+
     async def _pause(self, target: Target, *, was_whole: bool) -> None:
         """Pause. Where that was refused or never sent, it goes on as before."""
         mode = {"mode": PAUSE_MODES[self._manner.requests]}
@@ -235,7 +248,7 @@ class SglangEngine:
             await self._do(_PAUSE, mode, "pause", target)
         except (EngineRefusedError, EngineUnreachableError):
             if was_whole:
-                self._intents.end()
+                self._end(target)
             raise
 
     async def _swap(self, target: Target, before: Identity | None, watch: Watch) -> None:
@@ -250,7 +263,7 @@ class SglangEngine:
         self._ledger.at("resume", target)
         await self._do(_CONTINUE, {}, "resume", target)
         watch.lap("resume")
-        self._intents.end()
+        self._end(target)
         self._ledger.log(before, target.identity, watch)
 
     async def _load(self, target: Target) -> None:
@@ -304,7 +317,7 @@ class SglangEngine:
             except EngineError as again:
                 failed = f"{failed}; nor did version {old.version} again: {again.message}"
             else:
-                self._intents.end()
+                self._end(old)
                 self._ledger.log(before, before, watch)
                 return
         error.message = (

@@ -14,11 +14,12 @@ import pytest
 from shardcast.config import NetConfig
 from shardcast.engine.decide import served_by
 from shardcast.engine.driver import Engine, Manner, Target
-from shardcast.engine.forms import label_of
+from shardcast.engine.forms import Identity, label_of
 from shardcast.engine.intents import FileIntents, MemoryIntents
 from shardcast.engine.sglang import SglangEngine
 from shardcast.engine.vllm import VllmEngine
 from shardcast.errors import (
+    DiskError,
     EngineError,
     EngineKeyError,
     EngineRefusedError,
@@ -348,3 +349,22 @@ async def test_bytes_that_are_wrong_never_reach_sglang(tmp_path: Path) -> None:
 def test_sglang_cannot_keep_or_wait(requests: str) -> None:
     with pytest.raises(UsageError, match=f"--requests {requests}"):
         SglangEngine("http://127.0.0.1:1", manner=Manner(requests))  # type: ignore[arg-type]
+
+
+async def test_without_a_note_on_disk_nothing_is_begun(tmp_path: Path) -> None:
+    """Else a kill in the middle would go unnoticed."""
+
+    class Full(MemoryIntents):
+        def begin(self, identity: Identity) -> None:
+            raise DiskError("no space left on device")
+
+    server = SglangServer()
+    with server.http.running():
+        engine = SglangEngine(server.url, intents=Full(), config=QUICK)
+        with pytest.raises(EngineRefusedError, match="no space left") as refused:
+            await engine.activate(make_version(tmp_path, 1))
+        assert refused.value.phase == "pause"
+        assert "POST /pause_generation" not in server.http.asked
+        state = await engine.state()
+        assert (state.paused, state.poisoned, state.activating) == (False, False, None)
+        await engine.close()
