@@ -78,9 +78,13 @@ class RunningEngine:
 
     # --- what tests say ----------------------------------------------------------------------
 
-    def answers(self) -> Answers:
-        """Return what it answers to the fixed prompts: tokens, and log-probabilities as hex."""
-        found: Answers = self.order("generate", prompts=PROMPTS, tokens=TOKENS)
+    def answers(self, *, alone: bool = False) -> Answers:
+        """Return what it answers to the fixed prompts: tokens, and log-probabilities as hex.
+
+        Args:
+            alone: One prompt at a time; in a batch the sums are rounded in another order.
+        """
+        found: Answers = self.order("generate", prompts=PROMPTS, tokens=TOKENS, alone=alone)
         return found
 
     def tell(self, command: dict[str, Any]) -> Report:
@@ -127,6 +131,7 @@ class EngineHost:
     def __init__(self, scratch: Path) -> None:
         self._scratch = scratch
         self._count = 0
+        self.cache = scratch / "vllm-cache"
         environment = {
             **os.environ,
             "VLLM_PLUGINS": "shardcast",
@@ -136,7 +141,7 @@ class EngineHost:
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_DO_NOT_TRACK": "1",
             "HF_HUB_OFFLINE": "1",
-            "VLLM_CACHE_ROOT": str(scratch / "vllm-cache"),
+            "VLLM_CACHE_ROOT": str(self.cache),
             "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor"),
         }
         self._log = open(scratch / "host.log", "w")  # noqa: SIM115 - the process outlives the block

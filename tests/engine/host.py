@@ -40,12 +40,14 @@ class Engine:
 
     def generate(self, order: dict[str, Any]) -> list[dict[str, Any]]:
         """Return tokens, and log-probabilities to the last bit."""
-        outputs = self.llm.generate(
-            [{"prompt_token_ids": ids} for ids in order["prompts"]],
-            _sampling(order["tokens"]),
-            use_tqdm=False,
-        )
-        return [_answer_of(one) for one in outputs]
+        prompts = [{"prompt_token_ids": ids} for ids in order["prompts"]]
+        batches = [[one] for one in prompts] if order["alone"] else [prompts]
+        sampling = _sampling(order["tokens"])
+        return [
+            _answer_of(one)
+            for batch in batches
+            for one in self.llm.generate(batch, sampling, use_tqdm=False)
+        ]
 
     def rpc(self, order: dict[str, Any]) -> Any:
         """Call a method on all ranks."""
@@ -106,11 +108,12 @@ class AsyncEngine:
         self.llm = self._loop.run_until_complete(start())
 
     def generate(self, order: dict[str, Any]) -> list[dict[str, Any]]:
-        """As ``Engine`` does."""
+        """As ``Engine`` does, one prompt at a time."""
         return self._loop.run_until_complete(self._generate(order))
 
     async def _generate(self, order: dict[str, Any]) -> list[dict[str, Any]]:
-        return [await self._one(ids, order["tokens"]) for ids in order["prompts"]]
+        outputs = [await self._one(ids, order["tokens"]) for ids in order["prompts"]]
+        return [{name: one[name] for name in ("tokens", "logprobs")} for one in outputs]
 
     async def _one(self, ids: list[int], tokens: int, seen: Any = None) -> dict[str, Any]:
         self._count = getattr(self, "_count", 0) + 1

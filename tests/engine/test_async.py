@@ -8,7 +8,7 @@ from tests.engine.conftest import Start
 
 def test_a_request_goes_on_over_a_swap_and_loses_nothing(out: Out, start: Start) -> None:
     one, two = (out.model("qwen2-tied", "bfloat16", seed) for seed in (1, 2))
-    cold_two = start(two.path).answers()
+    cold_two = start(two.path).answers(alone=True)
     out.run.switch_current(one.version)
     engine = start(out.current, load_format="shardcast", kind="async")
     import msgspec
