@@ -39,7 +39,7 @@ from trainer_adapter.vllm.ranks import Target
 PROMPT = [5, 17, 101, 44, 8]
 LONG = [7, 9, 300, 41] * 24
 """Three blocks of the prefix cache."""
-STREAMED = 150
+STREAMED = 80
 INJECTED = ("--worker-extension-cls", "tests.engine.injected.Injected")
 
 Versions = list[Target]
@@ -227,8 +227,8 @@ def test_wait_lets_running_requests_end_on_the_old_weights(
 
 
 def test_a_wait_that_is_longer_than_its_lease_goes_back(first: Server, versions: Versions) -> None:
-    old = first.tokens(PROMPT, 240)
-    stream = first.stream(PROMPT, 240)
+    old = first.tokens(PROMPT, 160)
+    stream = first.stream(PROMPT, 160)
     next(iter(stream))
     answer = first.activate(versions[1], requests="wait", lease_s=0.1)
     assert answer.status == 504, answer.body
