@@ -19,7 +19,7 @@ from shardcast.engine.board import Board
 from shardcast.engine.client import MARGIN_S
 from shardcast.engine.decide import Action, Kind, Mode, View, decide, served_by
 from shardcast.engine.driver import Engine, Target
-from shardcast.engine.forms import Activating, EngineState, Identity, Staged, label_of
+from shardcast.engine.forms import EngineState, Identity, label_of
 from shardcast.engine.metrics import EngineMetrics
 from shardcast.engine.reports import Reports
 from shardcast.errors import (
@@ -33,6 +33,9 @@ from shardcast.events import WorkerEvent
 RETRY_FIRST_S: Final = 1.0
 RETRY_CAP_S: Final = 30.0
 """What an engine could not do is tried again after so long at most; a newer version, at once."""
+MISFIT_S: Final = 600.0
+"""The same where the version and the engine do not fit: to find out costs hashing all of it."""
+MISFITS: Final = frozenset({"incompatible", "unsupported", "conflict", "malformed"})
 
 
 class Minder:
@@ -116,11 +119,8 @@ class Minder:
         """The digests that must stay on this disk for it."""
         pending = None if self._pending is None else self._pending[0]
         found = {one.digest for one in (self._last, self._working, pending) if one is not None}
-        state = self._state
-        if state is not None:
-            served = served_by(state)
-            found |= {one.digest for one in (served, state.staged, state.activating) if one}
-            found |= {one.digest for one in state.lora}
+        if self._state is not None:
+            found |= {name.digest for name in _names_in(self._state)}
         return found
 
     # --- one round --------------------------------------------------------------------------
@@ -251,9 +251,8 @@ class Minder:
         """Take in what the engine says."""
         self._state = state
         identity = served_by(state)
-        for name in (identity, _name_of(state.staged), _name_of(state.activating)):
-            if name is not None:
-                self._board.leases.find(name)
+        for name in _names_in(state):
+            self._board.leases.find(name)
         self._resolve(state, identity)
         if state.activating is not None:
             self._board.slots.take(self.name)
@@ -261,8 +260,9 @@ class Minder:
             self._board.slots.give_back(self.name)
         if self._seen and identity is not None and identity != self._identity:
             self._announce_seen(state, identity)
-        if identity is None and self._identity is not None:
+        if identity is None and self._identity is not None:  # it was started again, or is poisoned
             self._checked.discard(self._identity.digest)
+            self._rests_until = 0.0
         self._identity, self._seen = identity, True
         if identity is not None and not self._must_check(identity):
             self._is_good(identity)
@@ -382,6 +382,8 @@ class Minder:
         target = self._board.target
         self._failed_with = None if target is None else target.digest
         cap = min(RETRY_FIRST_S * 2.0 ** min(self._failures, 16), RETRY_CAP_S)
+        if isinstance(error, EngineRefusedError) and error.reason in MISFITS:
+            cap = MISFIT_S
         self._rests_until = self._clock() + self._rng.uniform(cap / 2, cap)
         self._reports.failed(error, phase, action.target)
         return 0.0 if self._pending is not None else self._options.watch_s
@@ -390,5 +392,11 @@ class Minder:
         self._failures, self._rests_until = 0, 0.0
 
 
-def _name_of(one: Staged | Activating | None) -> Identity | None:
-    return None if one is None else Identity(one.run, one.version, one.digest)
+def _names_in(state: EngineState) -> Iterator[Identity]:
+    """Yield every version that an engine has something to do with."""
+    served = served_by(state)
+    if served is not None:
+        yield served
+    for one in (state.staged, state.activating, *state.lora):
+        if one is not None:
+            yield Identity(one.run, one.version, one.digest)

@@ -37,6 +37,7 @@ WAIT_S = 20
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(minders, "RETRY_FIRST_S", 0.005)
     monkeypatch.setattr(minders, "RETRY_CAP_S", 0.02)
+    monkeypatch.setattr(minders, "MISFIT_S", 0.02)
 
 
 @dataclass
@@ -265,8 +266,7 @@ async def test_what_cannot_be_staged_is_told_once_and_the_next_version_is_tried_
         assert failed.version == 2
         assert "lm_head" in str(failed.error)
         assert served(engine) == 1
-        monkeypatch.setattr(minders, "RETRY_FIRST_S", 3600.0)
-        monkeypatch.setattr(minders, "RETRY_CAP_S", 3600.0)
+        monkeypatch.setattr(minders, "MISFIT_S", 3600.0)
         tries = engine.calls.count("stage 2")
         await world.until(lambda: engine.calls.count("stage 2") > tries)  # and rests an hour now
         engine.refuse_stage = None
