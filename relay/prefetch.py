@@ -20,11 +20,11 @@ from relay.copies import copy_local, plan_for
 from relay.following import fetch_documents
 from relay.node import Node
 from relay.runs import RelayRun
+from relay.salvaging import salvage_missing
 from relay.threads import in_thread
 from relay.turns import Turns
 from shardcast.errors import DiskError, DiskFullError, ShardcastError
 from shardcast.protocol.manifest import Version
-from shardcast.salvage import salvage
 from shardcast.store.stored import StoredVersion
 
 if TYPE_CHECKING:
@@ -242,12 +242,7 @@ class Prefetcher:
         if number in self._looked:
             return
         self._looked.add(number)
-        claims = {(number, shard) for shard in stored.missing()} - self._run.claims
-        self._run.claims |= claims
-        try:
-            await in_thread(partial(salvage, stored, [shard for _, shard in claims]))
-        finally:
-            self._run.claims -= claims
+        await salvage_missing(self._run, stored)
 
     async def _fetch_all(
         self, blobs: Iterable[Known], use: Callable[[Known], Awaitable[None]] | None = None

@@ -19,6 +19,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from loadtest.streams import StreamServer
 from relay.admission import client_named, client_of, forwarded_client, is_in
 from relay.catalog import Kind, parse_document
 from relay.config import split_listen
@@ -98,8 +99,8 @@ async def _ask_all(said: list[bytes]) -> None:
             await writer.drain()
         writer.close()
 
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    endpoint = parse_endpoint(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    server = StreamServer(answer)
+    endpoint = parse_endpoint(await server.start())
     session = HttpSession(NetConfig())
     try:
         for _ in said:
@@ -110,8 +111,7 @@ async def _ask_all(said: list[bytes]) -> None:
             assert len(found.body) <= 64
     finally:
         await session.close()
-        server.close()
-        await server.wait_closed()
+        await server.close()
 
 
 # --- the store ----------------------------------------------------------------------------------
