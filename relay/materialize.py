@@ -26,7 +26,7 @@ from relay.node import Node
 from relay.prefetch import wanted_versions
 from relay.rebuild import CODECS, Failure, FrameAt, Outcome, frames_of, look_again, rebuild
 from relay.runs import RelayRun
-from shardcast.errors import DiskError, ShardcastError
+from shardcast.errors import BusyError, DiskError, ShardcastError
 from shardcast.protocol.head import DeltaRef, Head
 from shardcast.protocol.route import Held, find_route
 from shardcast.store.stored import ShardState, StoredVersion
@@ -138,6 +138,19 @@ class Materializer:
         }
         return steps_to(number, run.head.head, held)
 
+    def way_to(self, run: RelayRun, number: int) -> list[Step]:
+        """Return how a version is rebuilt now. What no way leads to any more is not waited for.
+
+        Its base may have been evicted, or have turned out damaged, since the head came.
+        """
+        steps = self.steps(run, number)
+        if not steps:
+            ways = {s.version for n in wanted_versions(run) for s in self.steps(run, n)}
+            for (name, version), hope in self._hopes.items():
+                if name == run.name and version not in ways:
+                    hope.over = True
+        return steps
+
     def awaited(self, run: RelayRun, known: ShardBlob) -> bool:
         """Say whether a shard that is not here is about to be rebuilt."""
         if not self.node.keeper.held:
@@ -169,7 +182,10 @@ class Materializer:
         if hope is None:
             self._hopes[key] = _Hope(closed, until)
         elif not closed:
-            hope.until = until  # every head of an open version may bring more of it
+            hope.until, hope.over = (
+                until,
+                False,
+            )  # every head of an open version may bring more of it
         elif not hope.closed:
             self._hopes[key] = _Hope(closed, until, lost=hope.lost)
 
@@ -209,11 +225,14 @@ class Materializer:
         """Hold base and target while the block rebuilds one from the other.
 
         Raises:
-            BusyError: If one is being evicted at this moment.
+            BusyError: If one is being evicted at this moment, or just was.
         """
         base = None
         if step.base is not None:
-            base = next(s for s in run.stored.values() if s.version.manifest == step.base)
+            found = (s for s in run.stored.values() if s.version.manifest == step.base)
+            base = next(found, None)
+            if base is None:
+                raise BusyError(f"the base of version {step.version} was evicted", source=step.base)
         with contextlib.ExitStack() as stack:
             stack.enter_context(target.lease())
             if base is not None:

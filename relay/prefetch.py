@@ -184,7 +184,7 @@ class Prefetcher:
         start from it. Never interrupted between: what is begun is the base of what comes next.
         """
         run = self._run
-        for step in materializer.steps(run, number):
+        for step in materializer.way_to(run, number):
             try:
                 if step.version != number and not await self._documents(step.version):
                     return False
