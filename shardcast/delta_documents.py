@@ -127,7 +127,8 @@ class DeltaDocuments:
                 if digest in self._missing:
                     raise _PartLostError(digest, self._missing[digest][1])
         try:
-            got = _get(missing, open_pool, count)
+            instead = version.layout.total_bytes // len(delta.parts)
+            got = _get(missing, open_pool, count, instead)
         except _PartLostError as lost:
             with self._lock:
                 self._missing[lost.digest] = (self._clock() + MISSING_S, lost.error)
@@ -145,9 +146,15 @@ class DeltaDocuments:
 
 
 def _get(
-    digests: Sequence[str], open_pool: OpenPool, count: Callable[[int], None]
+    digests: Sequence[str], open_pool: OpenPool, count: Callable[[int], None], instead: int
 ) -> dict[str, bytes]:
     """Return documents by digest; each is optional, so none makes this wait for long.
+
+    Args:
+        digests: Which.
+        open_pool: Makes the pool that fetches.
+        count: Called with the bytes that came.
+        instead: About how many bytes of shards each of them saves.
 
     Raises:
         LimitError: If they are too large in all.
@@ -170,7 +177,8 @@ def _get(
             def lose(error: ShardcastError, digest: str = digest) -> None:
                 lost.append(_PartLostError(digest, error))
 
-            pool.submit(digest, None, sink, name=f"delta part {digest}", done=keep, lost=lose)
+            name = f"delta part {digest}"
+            pool.submit(digest, None, sink, name=name, done=keep, lost=lose, instead=instead)
         try:
             pool.finish()
         finally:

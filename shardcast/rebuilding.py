@@ -231,6 +231,7 @@ class Rebuilding:
             done=lambda transfer: self._arrived(blob, sink),
             limit=MAX_DELTA_BLOB_BYTES,
             lost=lambda error: self._lost(blob, error),
+            instead=sum(extent.length for extent in blob.fetch.targets),
         )
 
     def _arrived(self, blob: _Blob, sink: MemorySink) -> None:

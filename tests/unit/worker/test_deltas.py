@@ -391,6 +391,28 @@ def test_a_busy_source_is_asked_again_for_deltas(out: Path, run: FakeRun) -> Non
     assert update.bytes_fetched < SHARD
 
 
+@pytest.mark.parametrize("what", ["blobs", "parts"])
+def test_who_is_put_off_goes_on_with_plain_shards_and_does_not_sit_out_a_retry_after(
+    out: Path, run: FakeRun, what: str
+) -> None:
+    """A relay that cannot fill a delta blob says 503 for ever: ten minutes, if it likes."""
+    _, (made,) = publish(run, stepped(run.files[1], 2), 1)
+    stuck = getattr(made, what)[0]
+    with RunServer(run) as server:
+        server.fault = lambda r, _: (
+            [response(503, headers={"Retry-After": "600"})] if r.digest == stuck else None
+        )
+        patient = with_config(give_up_after_s=2.0, retry_after_cap_s=600.0)
+        update, log = pull(out, run, server, config=patient)
+        assert server.blob_requests.count(stuck) == 1
+        plain = set(run.shard_digests(2)) & set(server.sent)
+    assert isinstance(log.failure(), NetworkError)
+    assert "answers 503" in str(log.failure())
+    assert update.version == 2
+    changed = set(run.shard_digests(2)) - set(run.shard_digests(1))
+    assert plain == changed if what == "parts" else set() < plain < changed
+
+
 # --- a publisher that is wrong ----------------------------------------------------------------
 
 
