@@ -272,7 +272,7 @@ class RelayRun:
         self.store.forget_gone()
         for number, version in known.items():
             try:
-                stored = self._on_disk(version)
+                stored = self._stored_of(version)
                 if self.replaces and stored is not None and contradicts(stored.version, version):
                     continue  # until it is replaced, it is nothing that anybody may read
                 if stored is not None and stored.version.layout_digest == version.layout_digest:
@@ -285,7 +285,13 @@ class RelayRun:
                 log.warning("run %s: version %d on disk: %s", self.name, number, error)
         return found
 
-    def _on_disk(self, version: Version) -> StoredVersion | None:
+    def on_disk(self) -> list[StoredVersion]:
+        """Return every version on disk, newest first, also those that no head names. Blocking."""
+        store = self.store
+        numbers = sorted({*store.committed(), *store.staged()}, reverse=True)
+        return [stored for number in numbers if (stored := store.stored(number)) is not None]
+
+    def _stored_of(self, version: Version) -> StoredVersion | None:
         """Return a version on disk; at an origin also one that a publisher beside it still writes."""
         if not self.replaces and not version.complete:
             followed = self.store.followed(version)

@@ -275,7 +275,7 @@ class Uploads:
     async def _copy(self, upload: Upload) -> None:
         stored = upload.stored
         if stored is not None and not stored.committed:
-            others = await in_thread(self.on_disk)
+            others = await in_thread(self.run.on_disk)
             await copy_local(self.run, stored, others)
 
     async def rebuild(self, digests: Collection[str]) -> None:
@@ -301,7 +301,7 @@ class Uploads:
         try:
             from relay.uploaded_deltas import rebuild_all, rebuildable  # loads the codec
 
-            found = rebuildable(fresh, stored, await in_thread(self.on_disk))
+            found = rebuildable(fresh, stored, await in_thread(self.run.on_disk))
             done = await rebuild_all(self.run, stored, found)
         except (ShardcastError, ImportError) as error:  # ImportError: the codec is not built
             log.warning("run %s: nothing comes from uploaded deltas: %s", self.run.name, error)
@@ -313,12 +313,6 @@ class Uploads:
                 done,
                 stored.version.number,
             )
-
-    def on_disk(self) -> list[StoredVersion]:
-        """Return every version on disk, newest first. Blocking."""
-        store = self.run.store
-        numbers = sorted({*store.committed(), *store.staged()}, reverse=True)
-        return [stored for number in numbers if (stored := store.stored(number)) is not None]
 
     def shard(self, digest: str) -> tuple[StoredVersion, int] | None:
         """Return where an uploaded shard goes."""
@@ -405,7 +399,7 @@ class Uploads:
             if upload.stored is stored and upload.copying is not None:
                 await asyncio.wait([upload.copying])
         if stored.missing() and not stored.committed:
-            await copy_local(self.run, stored, await in_thread(self.on_disk))
+            await copy_local(self.run, stored, await in_thread(self.run.on_disk))
 
     def announced(self, head: Head) -> None:
         """Forget uploads that a head has announced, or passed by."""
