@@ -24,9 +24,10 @@ from typing import TypeVar
 from relay.catalog import DataBlob, Known, ShardBlob
 from relay.node import Node
 from relay.prefetch import wanted_versions
-from relay.rebuild import CODECS, Failure, FrameAt, Outcome, frames_of, look_again, rebuild
+from relay.rebuild import CODECS, Failure, Outcome, look_again, rebuild
 from relay.runs import RelayRun
 from shardcast.errors import BusyError, DiskError, ShardcastError
+from shardcast.protocol.delta import FrameAt
 from shardcast.protocol.head import DeltaRef, Head
 from shardcast.protocol.route import Held, find_route
 from shardcast.store.stored import ShardState, StoredVersion
@@ -281,7 +282,7 @@ class Work:
         self._target = target
         self._base = base
         self._useless = useless
-        self._frames: dict[str, list[FrameAt]] = {}
+        self._frames: dict[str, tuple[FrameAt, ...]] = {}
         self._find_frames()
 
     def _find_frames(self) -> None:
@@ -300,11 +301,7 @@ class Work:
                     part.shards.stop - 1,
                 )
                 continue
-            first = part.first_shard
-            for blob in part.blobs:
-                frames = list(frames_of(blob, first))
-                first = frames[-1].shards.stop
-                self._frames[blob.digest] = frames
+            self._frames.update((blob.digest, frames) for blob, frames in part.placed())
 
     def blobs(self) -> list[Known]:
         """Return the delta blobs that rebuild something that is missing, in shard order."""

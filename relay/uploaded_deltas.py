@@ -15,11 +15,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
-from relay.rebuild import CODECS, FrameAt, Outcome, frames_of, rebuild
+from relay.rebuild import CODECS, Outcome, rebuild
 from relay.runs import RelayRun
 from relay.threads import in_thread
 from shardcast.errors import BusyError, ShardcastError
-from shardcast.protocol.delta import DeltaPart
+from shardcast.protocol.delta import DeltaPart, FrameAt
 from shardcast.store.stored import ShardState, StoredVersion
 
 log = logging.getLogger("relay.uploaded_deltas")
@@ -45,12 +45,8 @@ def rebuildable(
         here = part.base is None or part.base in bases
         if part.codec not in CODECS or not fits or not here:
             continue
-        first = part.first_shard
-        for blob in part.blobs:
-            frames = tuple(frames_of(blob, first))
-            first = frames[-1].shards.stop
-            base = None if part.base is None else bases[part.base]
-            found.append(Rebuildable(blob.digest, frames, base))
+        base = None if part.base is None else bases[part.base]
+        found += [Rebuildable(blob.digest, frames, base) for blob, frames in part.placed()]
     return found
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from typing import Final
 
-from shardcast.errors import IntegrityError, MalformedError, ShardcastError
+from shardcast.errors import IntegrityError, MalformedError
 from shardcast.store.files import disk_errors, read_into
 from shardcast.store.stored import ShardState, StoredVersion
 
@@ -87,17 +87,3 @@ class BaseFiles:
         """Close the files."""
         while self._files:
             os.close(self._files.popitem()[1])
-
-
-def decoded(data: memoryview, length: int, reader: BaseFiles) -> tuple[memoryview, str]:
-    """Return what a frame rebuilds, and why that is nothing."""
-    from shardcast.codec.decode import decode_frame
-
-    try:
-        return memoryview(decode_frame(data, length, reader)), ""
-    except ShardcastError as error:
-        return memoryview(b""), error.message
-    except Exception as error:  # a bug of the decoder costs bytes, never the pull
-        return memoryview(b""), f"{type(error).__name__}: {error}"
-    finally:
-        reader.close()

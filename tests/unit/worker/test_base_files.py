@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from shardcast.base_files import BaseFiles, decoded
+from shardcast.base_files import BaseFiles
 from shardcast.delta_reports import DeltaReports
 from shardcast.errors import IntegrityError, MalformedError, NetworkError
 from shardcast.events import WorkerEvent
+from shardcast.frames import decoded
 from shardcast.protocol.head import VersionRef
 from shardcast.rebuilding import DeltaFailure
 from shardcast.store.run import RunStore

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from shardcast import base_files, rebuilding
+from shardcast import base_files, frames, rebuilding
 from shardcast.errors import IntegrityError, MalformedError, NetworkError
 from shardcast.events import EventKind, WorkerEvent
 from shardcast.protocol.delta import DeltaPart, decode_delta_part, encode_delta_part
@@ -593,7 +593,7 @@ def test_a_base_that_was_cut_short_is_no_bus_error(
 ) -> None:
     """Between plan and decoding a file of the base is truncated."""
     publish(run, stepped(run.files[1], 2), 1)
-    real = base_files.decoded
+    real = frames.decoded
 
     def cut(*arguments: Any) -> Any:
         with (out / "versions/000001" / MODEL).open("r+b") as file:
@@ -655,7 +655,7 @@ async def test_cancelled_while_decoding(
     """It ends before the next shard is written; what was rebuilt stays for the next pull."""
     _, (made,) = publish(run, stepped(run.files[1], 2), 1, frame_shards=1, blob_frames=1)
     decoding, go_on = threading.Event(), threading.Event()
-    real, lock, count = base_files.decoded, threading.Lock(), [0]
+    real, lock, count = frames.decoded, threading.Lock(), [0]
 
     def slow(*arguments: Any) -> Any:
         with lock:
