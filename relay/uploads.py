@@ -293,15 +293,20 @@ class Uploads:
             upload.touched = self._clock()
 
     async def _rebuild(self, upload: Upload, stored: StoredVersion) -> None:
-        fresh = [part for digest, part in upload.delta_parts.items() if digest not in upload.tried]
-        if not fresh or stored.committed or not stored.version.complete:
+        digests = stored.version.digests
+        fresh = {
+            digest: part
+            for digest, part in upload.delta_parts.items()
+            if digest not in upload.tried and all(digests[part.first_shard : part.shards.stop])
+        }
+        if not fresh or stored.committed:
             return
-        upload.tried |= upload.delta_parts.keys()
+        upload.tried |= fresh.keys()
         await self._settle(stored)
         try:
             from relay.uploaded_deltas import rebuild_all, rebuildable  # loads the codec
 
-            found = rebuildable(fresh, stored, await in_thread(self.run.on_disk))
+            found = rebuildable(fresh.values(), stored, await in_thread(self.run.on_disk))
             done = await rebuild_all(self.run, stored, found)
         except (ShardcastError, ImportError) as error:  # ImportError: the codec is not built
             log.warning("run %s: nothing comes from uploaded deltas: %s", self.run.name, error)
@@ -372,8 +377,10 @@ class Uploads:
             return [ref.layout]
         absent = [digest for digest in ref.parts if digest not in upload.parts]
         await self._settle(upload.stored)
-        named = {d for p in ref.parts if p in upload.parts for d in upload.parts[p].shard_digests}
-        absent += [digest for digest in _missing(upload.stored) if digest in named]
+        here = upload.stored.present()
+        for part in (upload.parts[digest] for digest in ref.parts if digest in upload.parts):
+            shards = zip(part.shards, part.shard_digests, strict=True)
+            absent += [digest for shard, digest in shards if shard not in here]
         for delta in ref.deltas:
             absent += await self._lacking_deltas(delta.parts)
         return absent

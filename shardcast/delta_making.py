@@ -143,6 +143,17 @@ class DeltaMaker:
         """Whether nothing comes of it."""
         return self._failure is not None
 
+    @property
+    def told_before(self) -> int:
+        """The shard before which ``fresh`` has returned all that there is."""
+        with self._progress:
+            if self._failure is not None or self._next >= len(self._order):
+                end = self._layout.shard_count
+            else:
+                end = next(start for start, n in self._order.items() if n == self._next)
+            untold = None if self._failure is not None else self._packer.untold()
+            return end if untold is None else min(untold, end)
+
     def fresh(self) -> list[DeltaPart]:
         """Return what is kept and was not returned before: parts for a version that streams.
 

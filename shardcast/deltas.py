@@ -258,6 +258,11 @@ class Packer:
                 part.told_stop = found[-1].shards.stop
         return found
 
+    def untold(self) -> int | None:
+        """Return the first shard of what ``fresh`` has not returned yet, None if there is nothing."""
+        left = (p.told_stop for p in self._parts if p.told < len(p.blobs) or p.frames)
+        return min(left, default=None)
+
     def parts(self) -> list[DeltaPart]:
         """Return the parts, once ``finish`` has been called: those worth most, in shard order."""
         best = sorted(self._parts, key=lambda part: part.saved, reverse=True)[:MAX_PARTS]

@@ -10,7 +10,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final, Protocol
+from typing import Final, Protocol, Self
 
 from shardcast.announcing import announce, give_up_open, issue_for
 from shardcast.delta_making import DeltaMaker
@@ -36,6 +36,11 @@ class Outlet(Protocol):
 
     def most_bytes(self) -> int | None:
         """Return how many bytes of shards the next head should list at most; None: any."""
+        ...
+
+    @property
+    def after_delta(self) -> bool:
+        """Whether shards may be told only after the part of a delta that rebuilds them."""
         ...
 
     def tell(self, opened: Opened, pieces: Sequence[Piece], delta: Sequence[DeltaPart]) -> None:
@@ -71,7 +76,7 @@ class Stream:
             outlet: Where to tell it.
             pace: How often; None: never.
             watch: Hears why no more is told.
-            drains: Go on after everything is hashed, until all of it was told.
+            drains: Go on after everything is hashed until ``finish``, which waits until all was told.
             clock: Monotonic seconds.
         """
         self.heads = 0
@@ -111,12 +116,27 @@ class Stream:
             self._end(abort=True)
             self.finish()
             raise
-        self._end(abort=False)
         if not self._drains:
             self.finish()
 
+    @classmethod
+    def silent(cls, layout: Layout, watch: PublishObserver) -> Self:
+        """Return one that tells nothing."""
+        return cls(layout, _Nowhere(), None, watch)
+
+    @property
+    def running(self) -> bool:
+        """Whether its thread has not been waited for."""
+        return self._thread is not None
+
+    @property
+    def left_bytes(self) -> int:
+        """Bytes of shards that are ready and not told of."""
+        return self._growing.fresh_bytes
+
     def finish(self) -> None:
         """Wait until the thread has ended: at once, or after all was told where it drains."""
+        self._end(abort=False)
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -146,7 +166,7 @@ class Stream:
     def _run(self) -> None:
         self._guarded(self._work)
 
-    def _guarded(self, work: Callable[[], None]) -> None:
+    def _guarded(self, work: Callable[[], object]) -> None:
         try:
             work()
         except ShardcastError as error:
@@ -154,14 +174,23 @@ class Stream:
             self._watch.noticed(f"announced once it is whole: {error}")
 
     def _work(self) -> None:
-        while self._wait():
-            self._step()
+        told = True
+        while self._wait(rest=not told):
+            told = self._step()
+            if not told and self._ended:
+                return
 
-    def _wait(self) -> bool:
-        """Wait until a head is due; False if none will be."""
+    def _wait(self, *, rest: bool) -> bool:
+        """Wait until a head is due; False if none will be.
+
+        Args:
+            rest: There was nothing to tell a moment ago.
+        """
         assert self._pace is not None
         pause = max(_LEAST_WAIT_S, self._pace.every_s)
         with self._changed:
+            if rest and not self._ended:
+                self._changed.wait(pause)
             while True:
                 left = self._growing.fresh_bytes > 0
                 if self._aborted or (self._ended and not (self._drains and left)):
@@ -177,19 +206,40 @@ class Stream:
             return pace.opens(now - self._began, growing.done_bytes, total)
         return self._ended or pace.grows(now - self._last, growing.fresh_bytes, total)
 
-    def _step(self) -> None:
+    def _step(self) -> bool:
+        """Tell what is ready; False if that is nothing."""
         opened, maker = self._opened, self._maker
         assert opened is not None
-        with self._changed:
-            pieces = self._growing.take(self._outlet.most_bytes())
         delta: Sequence[DeltaPart] = ()
+        before: int | None = None
         if maker is not None:
             delta = maker.fresh()
             if maker.failed:
                 opened.without_delta()
+            elif self._outlet.after_delta:
+                before = maker.told_before
+        # What a part of the delta rebuilds is told with it: it is sent only if it does not come out.
+        most = None if before is not None else self._outlet.most_bytes()
+        with self._changed:
+            pieces = self._growing.take(most, before)
+        if self.heads and not pieces and not delta:
+            return False
         self._outlet.tell(opened, pieces, delta)
         self.heads += 1
         self._last = self._clock()
+        return True
+
+
+class _Nowhere:
+    """Where nothing is announced."""
+
+    after_delta: Final = False
+
+    def most_bytes(self) -> int | None:
+        return None
+
+    def tell(self, opened: Opened, pieces: Sequence[Piece], delta: Sequence[DeltaPart]) -> None:
+        pass
 
 
 def _identity(base: Version) -> tuple[str, int] | None:
@@ -223,6 +273,8 @@ class LocalOutlet:
         self._now_ms = now_ms
         self._layout = layout
         self._stored: StoredVersion | None = None
+
+    after_delta: Final = False
 
     def most_bytes(self) -> int | None:
         """Return None: shards lie here already."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from shardcast.hashing import ShardHash
@@ -31,11 +31,17 @@ class Pace:
         first_s: A publication that is done, or about to be, after so long is announced once.
         every_s: Least time between two heads.
         steps: Heads at most: each lists at least such a share of the version.
+        least_upload_bytes: What is sent to a remote origin streams from the start on, if it is so much.
     """
 
     first_s: float = 0.25
     every_s: float = 0.25
     steps: int = 64
+    least_upload_bytes: int = 64 << 20
+
+    def uploading(self, total_bytes: int) -> Pace | None:
+        """Return the pace for what must cross a link: nobody knows how long that takes."""
+        return replace(self, first_s=0.0) if total_bytes >= self.least_upload_bytes else None
 
     def opens(self, elapsed_s: float, done_bytes: int, total_bytes: int) -> bool:
         """Say whether a version is to be announced open, after so long and so much of it."""
@@ -79,16 +85,19 @@ class Growing:
         self.done_bytes += length
         self.fresh_bytes += length
 
-    def take(self, most_bytes: int | None = None) -> list[Piece]:
+    def take(self, most_bytes: int | None = None, before: int | None = None) -> list[Piece]:
         """Return what nobody was told of, in shard order, each piece a part at most.
 
         Args:
             most_bytes: Stop once it is so much.
+            before: Only shards before this one; None: any.
         """
         pieces: list[tuple[int, list[ShardHash]]] = []
         taken = 0
         for shard in sorted(self._fresh):
-            if most_bytes is not None and taken >= most_bytes:
+            if (most_bytes is not None and taken >= most_bytes) or (
+                before is not None and shard >= before
+            ):
                 break
             last = pieces[-1] if pieces else None
             if last is None or last[0] + len(last[1]) != shard or len(last[1]) >= MAX_PART_SHARDS:

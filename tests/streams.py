@@ -14,7 +14,7 @@ from shardcast.store.run import RunStore
 from shardcast.streaming import Pace
 
 WAIT_S = 30.0
-AT_ONCE = Pace(first_s=0.0, every_s=0.0, steps=1 << 30)
+AT_ONCE = Pace(first_s=0.0, every_s=0.0, steps=1 << 30, least_upload_bytes=0)
 """Every shard is worth a head."""
 
 
