@@ -107,10 +107,10 @@ FAULTS = """
 int main(int argc, char **argv)
 {
     size_t size = 8 * (size_t)argc;
-    uint8_t *volatile held = calloc(size, 1);
+    uint8_t *held = calloc(size, 1);
     size_t at = argc > 1 && strcmp(argv[1], "beyond") == 0 ? size : 0;
     unsigned wide = argc > 1 && strcmp(argv[1], "shift") == 0 ? 40 : 4;
-    return held[at] + (int)(0x10u << wide) ? 0 : 1;
+    return (held[at] ^ (1u << wide)) == 77;
 }
 """
 
