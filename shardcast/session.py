@@ -91,7 +91,7 @@ class WorkerSession:
         self._delta_documents = DeltaDocuments()
         self._delta_reports = DeltaReports(options.run, emit)
         self._ways = Ways(store, self._listed)
-        self._effort = Effort(self._ways.price)
+        self._effort = Effort(self._ways.ahead)
         self.activator = Activator(options, store, keeper, self._scans, self._documents)
 
     # --- obtain -----------------------------------------------------------------------------

@@ -867,7 +867,7 @@ def test_a_newer_version_is_weighed_with_its_delta(tmp_path: Path, run: FakeRun)
     here = store.stored(1)
     assert here is not None
     first = run.head.versions[1]
-    left = ways.price(Wanted(first, here.version))
+    left = ways.ahead(Wanted(first, here.version)).bytes
     from tests.deltas import layout_of
 
     assert 0 < left <= SHARD
@@ -878,5 +878,39 @@ def test_a_newer_version_is_weighed_with_its_delta(tmp_path: Path, run: FakeRun)
     from shardcast.protocol.manifest import Version
 
     version = Version(layout, digest, digests, ref.manifest, ())
-    assert ways.price(Wanted(ref, version)) <= left + made.bytes + 1
+    assert ways.ahead(Wanted(ref, version)).bytes <= left + made.bytes + 1
+    store.close()
+
+
+def test_what_leads_to_the_newer_version_is_not_dropped_for_it(
+    tmp_path: Path, run: FakeRun
+) -> None:
+    """Version 1 is half here, and version 2 a delta away from it: version 1 is finished first."""
+    from shardcast.effort import Effort
+    from shardcast.plan_work import Tally
+    from shardcast.protocol.manifest import Version
+    from shardcast.ways import Wanted, Ways
+    from tests.deltas import layout_of
+
+    shards = run.shard_digests(1)
+    with RunServer(run) as server:
+        server.fault = lambda r, _: [response(404)] if r.digest == shards[-2] else None
+        with pytest.raises(NetworkError):
+            pull(tmp_path, run, server)
+    ref, _ = publish(run, stepped(run.files[1], 2), 1)
+    assert run.head is not None
+    digest, layout = layout_of(run, ref)
+    digests = tuple(
+        digest_of(run.files[2][e.path][e.offset : e.offset + e.length]) for e in layout.extents()
+    )
+    newer = Wanted(ref, Version(layout, digest, digests, ref.manifest, ()))
+    store = RunStore(tmp_path, run.name)
+    here = store.stored(1)
+    assert here is not None
+    listed = list(run.head.versions)
+    for over in (True, False):  # once version 1 has left the head nobody can go over it
+        versions = listed if over else [entry for entry in listed if entry.version == 2]
+        effort = Effort(Ways(store, lambda versions=versions: versions).ahead)  # type: ignore[misc]
+        with effort.on(Wanted(listed[1], here.version), Tally(fetched_bytes=1 << 30), []):
+            assert effort.switch_to(newer) is not over
     store.close()
