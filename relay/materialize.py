@@ -24,10 +24,10 @@ from typing import TypeVar
 from relay.catalog import DataBlob, Known, ShardBlob
 from relay.node import Node
 from relay.prefetch import wanted_versions
-from relay.rebuild import CODECS, Failure, Outcome, look_again, rebuild
+from relay.rebuild import Failure, Outcome, look_again, rebuild, shards_to_rebuild
 from relay.runs import RelayRun
 from shardcast.errors import BusyError, DiskError, ShardcastError
-from shardcast.protocol.delta import FrameAt
+from shardcast.protocol.delta import CODECS, FrameAt
 from shardcast.protocol.head import DeltaRef, Head
 from shardcast.protocol.route import Held, find_route
 from shardcast.store.stored import ShardState, StoredVersion
@@ -310,17 +310,9 @@ class Work:
 
     def _wanted(self, digest: str) -> frozenset[int]:
         """Return the shards of a blob that are missing, of known digest, and nobody writes."""
-        target = self._target
         if digest in self._useless:
             return frozenset()
-        return frozenset(
-            shard
-            for frame in self._frames[digest]
-            for shard in frame.shards
-            if target.state(shard) is ShardState.MISSING
-            and target.version.digests[shard] is not None
-            and (target.version.number, shard) not in self._run.claims
-        )
+        return shards_to_rebuild(self._frames[digest], self._target, self._run.claims)
 
     async def use(self, known: Known) -> None:
         """Rebuild what one blob gives. A cancellation leaves whole shards only."""

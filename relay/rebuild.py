@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -18,7 +18,6 @@ import xxhash
 
 from shardcast.base_files import BaseFiles
 from shardcast.codec.frame import MAX_FRAME_BYTES
-from shardcast.deltas import CODEC
 from shardcast.errors import IntegrityError, MalformedError, ShardcastError
 from shardcast.frames import checked_shards, decoded
 from shardcast.protocol.delta import FrameAt
@@ -28,9 +27,6 @@ from shardcast.store.files import disk_errors, read_into, write_all
 from shardcast.store.stored import ShardState, StoredVersion
 
 log = logging.getLogger("relay.rebuild")
-
-CODECS: Final = frozenset({CODEC})
-"""The frame formats that can be decoded, as delta parts name them."""
 
 _MISSING: Final = ShardState.MISSING
 _OVERHEAD_BYTES: Final = 2 * MIB
@@ -59,6 +55,21 @@ class Outcome:
     shards: int = 0
     bytes: int = 0
     failures: list[Failure] = field(default_factory=list)
+
+
+def shards_to_rebuild(
+    frames: Iterable[FrameAt], target: StoredVersion, claims: Container[tuple[int, int]]
+) -> frozenset[int]:
+    """Return the shards of frames that are missing, of known digest, and that nobody writes."""
+    number, digests = target.version.number, target.version.digests
+    return frozenset(
+        shard
+        for frame in frames
+        for shard in frame.shards
+        if target.state(shard) is _MISSING
+        and digests[shard] is not None
+        and (number, shard) not in claims
+    )
 
 
 class VerifiedBase:

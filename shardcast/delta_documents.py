@@ -21,14 +21,11 @@ from shardcast.errors import (
     TrustError,
 )
 from shardcast.fetch import MemorySink, Transfer
-from shardcast.protocol.delta import DeltaPart, assemble_deltas, decode_delta_part
+from shardcast.protocol.delta import CODECS, DeltaPart, assemble_deltas, decode_delta_part
 from shardcast.protocol.head import DeltaRef, VersionRef
 from shardcast.protocol.limits import MAX_DOCUMENT_BYTES
 from shardcast.protocol.manifest import Version
 from shardcast.protocol.plan import Delta
-
-CODECS: Final = frozenset({"scf/1"})
-"""The frame formats that this program decodes."""
 
 MAX_PARTS_BYTES: Final = 4 * MAX_DOCUMENT_BYTES
 """Parts of one delta in memory: more than 62 GB in frames of one shard each need."""

@@ -18,11 +18,12 @@ from shardcast.cancel import Cancel
 from shardcast.codec.decode import decode_frame
 from shardcast.codec.spans import Tensor, header_bytes, read_tensors
 from shardcast.config import NetConfig
-from shardcast.deltas import CODEC, Tensors
+from shardcast.deltas import Tensors
 from shardcast.errors import IntegrityError, MalformedError, NotFoundError, ShardcastError
 from shardcast.fetch import BlobSource, MemorySink, Transfer
 from shardcast.frames import checked_shards
 from shardcast.protocol.delta import (
+    CODECS,
     DeltaBlob,
     DeltaPart,
     FrameAt,
@@ -101,7 +102,7 @@ def cheapest(deltas: Sequence[InspectedDelta], bases: Sequence[str]) -> Inspecte
     usable = [
         delta
         for delta in deltas
-        if delta.problem is None and delta.ref.base in bases and set(delta.codecs) <= {CODEC}
+        if delta.problem is None and delta.ref.base in bases and set(delta.codecs) <= CODECS
     ]
     if not usable:
         raise NotFoundError("the version has no delta whose base the head retains")

@@ -16,15 +16,12 @@ from typing import Final
 from shardcast.codec.encode import Piece
 from shardcast.codec.frame import MAX_FRAME_BYTES
 from shardcast.codec.spans import OldFile, Span, Tensor, file_spans, pieces_between
-from shardcast.protocol.delta import DeltaBlob, DeltaPart, encode_delta_part
+from shardcast.protocol.delta import CODEC, DeltaBlob, DeltaPart, encode_delta_part
 from shardcast.protocol.digest import digest_of
 from shardcast.protocol.head import DeltaRef
 from shardcast.protocol.layout import Layout
 from shardcast.protocol.limits import MAX_PART_SHARDS
 from shardcast.protocol.manifest import Version
-
-CODEC: Final = "scf/1"
-"""The frame format, as delta parts name it (``shardcast.codec.frame``)."""
 
 BLOB_BYTES: Final = 2 << 20
 """A blob is cut when it has reached this: pulled in parallel, decoded as it arrives."""

@@ -23,6 +23,12 @@ from shardcast.protocol.limits import (
 
 DELTA_FORMAT: Final = "shardcast.delta/1"
 
+CODEC: Final = "scf/1"
+"""The frame format of our publishers, as delta parts name it (docs/PROTOCOL.md, section 9)."""
+
+CODECS: Final = frozenset({CODEC})
+"""The frame formats that can be decoded."""
+
 ShardRun = Annotated[int, msgspec.Meta(ge=1, le=MAX_PART_SHARDS)]
 FrameBytes = Annotated[int, msgspec.Meta(ge=1, le=MAX_DELTA_BLOB_BYTES)]
 
