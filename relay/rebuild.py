@@ -19,7 +19,7 @@ import xxhash
 from shardcast.base_files import BaseFiles
 from shardcast.codec.frame import MAX_FRAME_BYTES
 from shardcast.errors import IntegrityError, MalformedError, ShardcastError
-from shardcast.frames import checked_shards, decoded
+from shardcast.frames import Arena, checked_shards, decoded
 from shardcast.protocol.delta import FrameAt
 from shardcast.protocol.layout import Extent
 from shardcast.protocol.limits import MIB
@@ -76,13 +76,14 @@ class VerifiedBase:
     """The bytes of a base as frames read them, of shards only that are good on disk now.
 
     Attributes:
-        read: The shards that were read since it was emptied.
+        read: The shards that were read since ``begin``.
     """
 
     def __init__(self, stored: StoredVersion | None) -> None:
         self.read: set[int] = set()
         self._stored = stored
-        self._files = BaseFiles(stored, memoryview(b""))
+        # Pages of it are touched once a blob, not once a frame.
+        self._files = BaseFiles(stored, memoryview(bytearray(MAX_FRAME_BYTES if stored else 0)))
         self._good: set[int] = set()
 
     def range(self, file: int, offset: int, length: int) -> memoryview:
@@ -107,6 +108,11 @@ class VerifiedBase:
                 raise IntegrityError(f"shard {shard} of base {layout.version} is not good on disk")
             self._good.add(shard)
         return self._files.range(file, offset, length)
+
+    def begin(self) -> None:
+        """Begin with a frame: what was returned before is overwritten."""
+        self.read.clear()
+        self._files.rewind()
 
     def close(self) -> None:
         """Let go of the files."""
@@ -153,15 +159,15 @@ def rebuild(
         DiskError: If the target or the blob cannot be read or written.
     """
     outcome = Outcome()
-    reader, files = VerifiedBase(base), _Files(target)
+    reader, files, arena = VerifiedBase(base), _Files(target), Arena()
     with contextlib.closing(reader), contextlib.closing(files):
         for frame in frames:
             shards = [s for s in frame.shards if s in wanted and target.state(s) is _MISSING]
             if not shards:
                 continue
-            reader.read.clear()
+            reader.begin()
             extents = [target.version.layout.extent(shard) for shard in frame.shards]
-            data, problem = _decode(fd, frame, sum(e.length for e in extents), reader)
+            data, problem = _decode(fd, frame, sum(e.length for e in extents), reader, arena)
             wrong: list[int] = []
             for extent, piece in checked_shards(data, extents, target.version, shards):
                 if piece is None:
@@ -175,7 +181,9 @@ def rebuild(
     return outcome
 
 
-def _decode(fd: int, frame: FrameAt, total: int, base: VerifiedBase) -> tuple[memoryview, str]:
+def _decode(
+    fd: int, frame: FrameAt, total: int, base: VerifiedBase, arena: Arena
+) -> tuple[memoryview, str]:
     """Return the bytes of a frame's shards, and why there are none.
 
     Raises:
@@ -188,7 +196,7 @@ def _decode(fd: int, frame: FrameAt, total: int, base: VerifiedBase) -> tuple[me
         got = read_into(fd, data, frame.offset)
     if got != frame.length:
         return memoryview(b""), "a delta blob ends early"
-    return decoded(data, total, base)
+    return decoded(data, total, base, arena)
 
 
 def _keep(

@@ -19,7 +19,7 @@ _MAX_OPEN: Final = 8
 
 
 class BaseFiles:
-    """A base's bytes, for one frame (``codec.encode.BaseReader``).
+    """A base's bytes, for one frame (``codec.encode.BaseReader``), or for one after the other.
 
     Attributes:
         touched: The shards of the base that were read from.
@@ -69,6 +69,10 @@ class BaseFiles:
             if read_into(self._open(base, file), buffer, offset) < length:
                 raise IntegrityError(f"{entry.path} is shorter than it should be")
         return buffer
+
+    def rewind(self) -> None:
+        """Begin the next frame: what was returned before is overwritten."""
+        self._used = 0
 
     def _buffer(self, length: int) -> memoryview:
         if self._used + length > len(self._arena):

@@ -14,6 +14,7 @@ from blake3 import blake3
 
 from shardcast.errors import ShardcastError
 from shardcast.protocol.layout import Extent
+from shardcast.protocol.limits import MAX_SHARD_BYTES
 from shardcast.protocol.manifest import Version
 
 if TYPE_CHECKING:
@@ -22,18 +23,38 @@ if TYPE_CHECKING:
 log = logging.getLogger("shardcast.frames")
 
 
-def decoded(data: memoryview, length: int, base: BaseReader) -> tuple[memoryview, str]:
+class Arena:
+    """A buffer for one frame after the other: its pages are touched once, not each time."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def room(self, length: int) -> memoryview:
+        """Return ``length`` bytes of it; what was in them is gone."""
+        if len(self._buffer) < length:
+            self._buffer = bytearray(length)
+        return memoryview(self._buffer)[:length]
+
+
+def decoded(
+    data: memoryview, length: int, base: BaseReader, arena: Arena
+) -> tuple[memoryview, str]:
     """Return what a frame rebuilds, and why that is nothing. Raises nothing of the frame's making.
 
     Args:
         data: The frame.
         length: How many bytes its shards have.
         base: What it starts from; what it raises is a reason, too.
+        arena: Where to: what was decoded into it before is gone.
     """
-    from shardcast.codec.decode import decode_frame  # compiled: not where no delta is used
+    from shardcast.codec.decode import decode_frame_into  # compiled: not where no delta is used
 
+    if length > MAX_SHARD_BYTES:
+        return memoryview(b""), f"a frame stands for {length} bytes; {MAX_SHARD_BYTES} are the most"
     try:
-        return memoryview(decode_frame(data, length, base)), ""
+        out = arena.room(length)
+        decode_frame_into(data, out, base)
+        return out, ""
     except ShardcastError as error:
         return memoryview(b""), error.message
     except Exception as error:  # a bug of the decoder costs bytes, never what else goes on

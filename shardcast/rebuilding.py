@@ -35,7 +35,7 @@ from shardcast.errors import (
     UsageError,
 )
 from shardcast.fetch import MemorySink
-from shardcast.frames import checked_shards, decoded
+from shardcast.frames import Arena, checked_shards, decoded
 from shardcast.protocol.delta import frames_of
 from shardcast.protocol.layout import Extent
 from shardcast.protocol.limits import MAX_DELTA_BLOB_BYTES, MAX_SHARD_BYTES, MIB
@@ -295,8 +295,10 @@ class Rebuilding:
         """Rebuild a frame's shards; those that do not come out right are fetched as they are."""
         base = None if frame.base is None else self._bases[frame.base]
         length = sum(extent.length for extent in frame.extents)
-        with contextlib.closing(BaseFiles(base, self._arena(length))) as reader:
-            data, problem = decoded(frame.data, length, reader)
+        bases, targets = self._own_arenas()
+        room = bases.room(min(length, MAX_SHARD_BYTES))
+        with contextlib.closing(BaseFiles(base, room)) as reader:
+            data, problem = decoded(frame.data, length, reader, targets)
         wrong: list[int] = []
         target = self._target.version
         for extent, piece in checked_shards(data, frame.extents, target, frame.wanted):
@@ -353,9 +355,9 @@ class Rebuilding:
             self.failures.append(failure)
         self._rebuilt.plain(shards)
 
-    def _arena(self, length: int) -> memoryview:
-        """Return this thread's buffer for base ranges: its pages are touched once, not each time."""
-        arena: bytearray | None = getattr(self._arenas, "buffer", None)
-        if arena is None or len(arena) < length:
-            arena = self._arenas.buffer = bytearray(min(length, MAX_SHARD_BYTES))
-        return memoryview(arena)
+    def _own_arenas(self) -> tuple[Arena, Arena]:
+        """Return this thread's buffers, for base ranges and for what is rebuilt."""
+        own: tuple[Arena, Arena] | None = getattr(self._arenas, "own", None)
+        if own is None:
+            own = self._arenas.own = (Arena(), Arena())
+        return own

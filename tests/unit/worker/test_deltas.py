@@ -462,10 +462,10 @@ def test_a_codec_bug_that_makes_other_bytes_is_found(out: Path, run: FakeRun) ->
 def test_a_crash_of_the_decoder_ends_nothing(
     out: Path, run: FakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def bug(*_: object) -> bytearray:
+    def bug(*_: object) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr("shardcast.codec.decode.decode_frame", bug)
+    monkeypatch.setattr("shardcast.codec.decode.decode_frame_into", bug)
     publish(run, stepped(run.files[1], 2), 1)
     with RunServer(run) as server:
         _, log = pull(out, run, server)
