@@ -22,7 +22,7 @@ from shardcast.errors import (
 )
 from shardcast.fetch import MemorySink, Transfer
 from shardcast.protocol.delta import CODECS, DeltaPart, assemble_deltas, decode_delta_part
-from shardcast.protocol.head import DeltaRef, VersionRef
+from shardcast.protocol.head import DeltaRef, OpenDeltaRef, OpenRef, VersionRef
 from shardcast.protocol.limits import MAX_DOCUMENT_BYTES
 from shardcast.protocol.manifest import Version
 from shardcast.protocol.plan import Delta
@@ -101,9 +101,39 @@ class DeltaDocuments:
             found += [Delta(number, part) for part in parts]
         return found
 
+    def fetch_open(
+        self,
+        ref: OpenRef,
+        version: Version,
+        bases: Mapping[str, Base],
+        open_pool: OpenPool,
+        *,
+        count: Callable[[int], None] = lambda n: None,
+    ) -> list[Delta] | None:
+        """Return what is announced of a delta to an open version, from a base that is whole here.
+
+        What cannot be had yet is left out: there will be another head.
+
+        Returns:
+            None if no such delta comes: plain shards are all that can be fetched ahead.
+
+        Raises:
+            TransferCancelledError: If it was cancelled.
+        """
+        for delta in ref.deltas:
+            base = None if delta.base is None else bases.get(delta.base)
+            if base is None or base.share < 1.0:
+                continue
+            try:
+                parts = self._parts(delta, version, open_pool, count)
+            except (MalformedError, TrustError, _PartLostError):
+                return []
+            return [Delta(base.number, part) for part in parts]
+        return None
+
     def _parts(
         self,
-        delta: DeltaRef,
+        delta: DeltaRef | OpenDeltaRef,
         version: Version,
         open_pool: OpenPool,
         count: Callable[[int], None],
@@ -133,7 +163,9 @@ class DeltaDocuments:
         known |= {digest: decode_delta_part(data) for digest, data in got.items()}
         with self._lock:
             self._known |= known
-            for digest in list(self._known)[: max(len(self._known) - _REMEMBERED, 0)]:
+            # An open version lists more and more parts: none of them is asked for at every head.
+            most = max(_REMEMBERED, len(delta.parts))
+            for digest in list(self._known)[: max(len(self._known) - most, 0)]:
                 del self._known[digest]
         parts = [known[digest] for digest in delta.parts]
         for part in parts:

@@ -79,6 +79,7 @@ class WorkerView:
         if event.bytes_delta is not None:
             members["bytes_delta"] = event.bytes_delta
             members["via"] = list(event.via)
+            members["bytes_ahead"] = event.bytes_ahead
         if event.error is not None:
             members |= {"code": event.error.code, "message": event.error.message}
         if event.error is not None or event.source is not None:
@@ -116,6 +117,8 @@ class WorkerView:
         how = f", {size(fetched)} fetched ({rate(fetched, seconds)})" if fetched else ""
         if event.bytes_delta:
             how += f", {size(event.bytes_delta)} of it deltas"
+        if event.bytes_ahead:
+            how += f", {size(event.bytes_ahead)} before it was announced whole"
         if event.via:
             how += f", by way of version {', '.join(map(str, event.via))}"
         self._out.result(f"ready      {name} after {duration(seconds)}{how}")

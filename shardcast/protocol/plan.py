@@ -113,6 +113,41 @@ class Plan:
         return shards + sum(fetch.blob.bytes for fetch in self.deltas)
 
 
+def network_share(plan: Plan, most_bytes: int, *, plain: bool) -> Plan:
+    """Return what the network brings first of a plan: so many bytes, or one blob that is more.
+
+    Nothing is copied by it but what equals a shard that it rebuilds.
+
+    Args:
+        plan: The plan.
+        most_bytes: How much.
+        plain: Whether shards may be fetched as they are.
+    """
+    deltas: list[DeltaFetch] = []
+    fetches: list[ShardFetch] = []
+    left = most_bytes
+    for delta in plan.deltas:
+        if left <= 0:
+            break
+        deltas.append(delta)
+        left -= delta.blob.bytes
+    for fetch in plan.fetches if plain else ():
+        if left <= 0:
+            break
+        fetches.append(fetch)
+        left -= fetch.length
+    rebuilt = {extent.shard for delta in deltas for extent in delta.targets}
+    return Plan(
+        files=(),
+        copies=(),
+        deltas=tuple(deltas),
+        fetches=tuple(fetches),
+        repeats=tuple(repeat for repeat in plan.repeats if repeat.source.shard in rebuilt),
+        unknown=plan.unknown,
+        done_bytes=plan.done_bytes,
+    )
+
+
 def worth_switching(
     left_bytes: int, fresh_bytes: int, *, wasted_bytes: int, spent_bytes: int
 ) -> bool:
