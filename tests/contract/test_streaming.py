@@ -6,16 +6,22 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
+from shardcast.events import EventKind
 from shardcast.protocol.digest import digest_of
 from shardcast.publisher import publish_directory
 from shardcast.publishing import Published, PublishOptions
 from shardcast.store.run import RunStore
 from shardcast.store.store import Store
+from shardcast.worker import Update, Worker
 from tests.contract.made import RUN, SHARD, noise, publish, signer
 from tests.contract.relays import config, running, wait_ready
 from tests.contract.wire_client import eventually, http
+from tests.observer import Log
 from tests.streams import AT_ONCE, StepByStep, head_in, wait_for
 
 FILES = {"a": noise(6 * SHARD, 7)}
@@ -73,6 +79,13 @@ async def publishing(
 async def body(url: str, digest: str) -> tuple[int, bytes]:
     answer = await http(url, f"/v1/{RUN}/blobs/{digest}.bin")
     return answer.status, answer.body
+
+
+def staged_in(out: Path, number: int) -> set[int]:
+    """The shards of an open version that a worker has verified."""
+    assert not (out / "versions" / f"{number:06d}").exists()
+    stored = RunStore(out, RUN).stored(number)
+    return set() if stored is None else set(stored.present())
 
 
 def on_disk(store: Path, number: int) -> set[int]:
@@ -168,3 +181,98 @@ async def test_what_a_version_that_was_given_up_brought_is_not_fetched_again(
         await eventually((below / RUN / "versions" / "000003").is_dir, what="it is whole")
         assert (below / RUN / "versions" / "000003" / "a").read_bytes() == FILES["a"]
         assert await fetched() - before < 2 * SHARD + SHARD // 2
+
+
+@asynccontextmanager
+async def third_tier(tmp_path: Path) -> AsyncIterator[Following]:
+    """A follower behind origin, relay and relay, that is on version 1."""
+    store = tmp_path / "store"
+    publish(store, tmp_path / "old", {"a": b"an old one"})
+    async with (
+        running(config(store, pubkeys=(signer().public_key,))) as origin,
+        running(config(tmp_path / "first", origin)) as upper,
+        running(config(tmp_path / "second", upper)) as lower,
+    ):
+        await wait_ready(lower)
+        log = Log()
+        worker = Worker(tmp_path / "out", RUN, [lower], keys=[signer().public_key], observer=log)
+        updates: list[Update] = []
+
+        async def follow() -> None:
+            async for update in worker.follow():
+                updates.append(update)
+
+        task = asyncio.create_task(follow())
+        try:
+            await eventually(lambda: len(updates) == 1, what="version 1 at the worker")
+            yield Following(updates, log, task)
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+@dataclass
+class Following:
+    """What a follower told and did."""
+
+    updates: list[Update]
+    log: Log
+    task: asyncio.Task[None]
+
+    def assert_on(self, out: Path, *versions: int) -> None:
+        """Only these were ever ready, committed, or current."""
+        assert RunStore(out, RUN).current() == versions[-1]
+        for kind in (EventKind.READY, EventKind.COMMITTED):
+            assert [event.version for event in self.log.of(kind)] == list(versions)
+
+
+async def test_bytes_are_at_a_worker_of_the_third_tier_before_the_version_closes(
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "out"
+    async with third_tier(tmp_path) as follower:
+        async with publishing(tmp_path / "store", tmp_path / "ckpt", 2, 5) as (watch, task):
+            await eventually(lambda: staged_in(out, 2) == {0, 1}, what="two shards at the worker")
+            follower.assert_on(out, 1)
+            watch.allowed = 2
+            await eventually(lambda: staged_in(out, 2) == set(range(5)), what="five shards")
+            head = head_in(RunStore(tmp_path / "store" / RUN, RUN))
+            assert head is not None
+            assert head.version == 1  # it is not closed
+            follower.assert_on(out, 1)
+            watch.allowed = 6
+            done = await task
+        await eventually(lambda: len(follower.updates) == 2, what="version 2 at the worker")
+        follower.assert_on(out, 1, 2)
+        assert follower.updates[-1].manifest == done.ref.manifest
+        assert (out / "versions" / "000002" / "a").read_bytes() == FILES["a"]
+        ready = follower.log.of(EventKind.READY)[-1]
+        assert ready.bytes_ahead is not None
+        assert ready.bytes_fetched is not None
+        assert ready.bytes_ahead >= 5 * SHARD
+        assert ready.bytes_fetched < 6 * SHARD + SHARD // 2  # nothing came twice
+
+
+@pytest.mark.fault(22)
+async def test_a_version_whose_publisher_died_is_never_run_and_its_shards_serve_the_next(
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "out"
+    async with third_tier(tmp_path) as follower:
+        async with publishing(tmp_path / "store", tmp_path / "ckpt", 4) as (watch, task):
+            await eventually(lambda: staged_in(out, 2) == set(range(4)), what="four shards")
+            watch.fails = True
+            await asyncio.gather(task, return_exceptions=True)
+        follower.assert_on(out, 1)
+        async with publishing(tmp_path / "store", tmp_path / "ckpt", 2) as (watch, task):
+            await eventually(lambda: len(watch.listed) == 3, what="version 3 is open")
+            follower.assert_on(out, 1)
+            watch.allowed = 6
+            await task
+        await eventually(lambda: len(follower.updates) == 2, what="version 3 at the worker")
+        follower.assert_on(out, 1, 3)
+        assert (out / "versions" / "000003" / "a").read_bytes() == FILES["a"]
+        ready = follower.log.of(EventKind.READY)[-1]
+        assert ready.bytes_fetched is not None
+        assert ready.bytes_fetched < 2 * SHARD + SHARD // 2  # four shards were here
+        await eventually(lambda: not RunStore(out, RUN).staged(), what="what was given up is gone")
