@@ -132,6 +132,7 @@ class DeltaMaker:
         self._left_out: dict[str, set[int]] = {}
         self._failure: str | None = None
         self._kept: set[str] = set()
+        self._used_bytes = self._covered_bytes = 0
 
     @property
     def base(self) -> Version | None:
@@ -139,9 +140,11 @@ class DeltaMaker:
         return None if self._base is None else self._base.version
 
     @property
-    def failed(self) -> bool:
-        """Whether nothing comes of it."""
-        return self._failure is not None
+    def promising(self) -> bool:
+        """Whether it is worth waiting for: until now it brings most of the bytes, or the base has them."""
+        with self._progress:
+            most = self._covered_bytes >= _KNOWN_SHARE * self._used_bytes
+            return self._failure is None and most
 
     @property
     def told_before(self) -> int:
@@ -196,6 +199,14 @@ class DeltaMaker:
             return
         digests = {shard: found.digest for shard, found in zip(run, hashes, strict=True)}
         frames = self._frames(run, data, digests)
+        with self._progress:
+            covered = {shard for frame in frames for shard in frame.shards}
+            self._used_bytes += len(data)
+            self._covered_bytes += sum(
+                self._layout.extent(shard).length
+                for shard, digest in digests.items()
+                if shard in covered or digest in self._known
+            )
         try:
             self._deliver(number, frames)
         except ShardcastError as error:  # the disk is full: the version may still find room

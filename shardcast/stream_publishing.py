@@ -214,7 +214,7 @@ class Stream:
         before: int | None = None
         if maker is not None:
             delta = maker.fresh()
-            if maker.failed:
+            if not maker.promising:
                 opened.without_delta()
             elif self._outlet.after_delta:
                 before = maker.told_before

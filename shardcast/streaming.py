@@ -156,7 +156,7 @@ class Opened:
         return documents
 
     def without_delta(self) -> None:
-        """Say that no delta comes after all: who waits for it need not wait any more."""
+        """Say that no delta comes that is worth it: who waits for one need not wait any more."""
         self._base = None
 
     def ref(self) -> OpenRef:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -347,4 +348,27 @@ def test_a_delta_that_fails_is_not_promised_any_more(
     monkeypatch.setattr(DeltaMaker, "_keep_all", full)
     done = published(run, signer, clock, Waiting(run), options(source, delta=True))
     assert done.deltas == ()
+    assert done.streamed
+
+
+def test_a_delta_that_brings_little_is_not_promised(
+    tmp_path: Path, run: RunStore, signer: Signer, clock: Clock
+) -> None:
+    """Another model under the same name: whoever waited for its delta would wait for nothing."""
+    source = tmp_path / "model"
+    write_model(source / "model.safetensors", make_model(1, elements=6_000_000))
+    published(run, signer, clock, SilentObserver(), options(source, delta=True, stream=None))
+    (source / "model.safetensors").write_bytes(random.Random(3).randbytes(36 * MIB))
+
+    class Waiting(RunByRun):
+        def hashed(self, count: int) -> None:
+            self.bytes += count
+            if self.bytes > 17 * MIB:
+                wait_for(lambda: self.promised() == [], "no delta in the head")
+
+        def promised(self) -> list[str | None] | None:
+            opened = open_in(self._run)
+            return None if opened is None else [delta.base for delta in opened.deltas]
+
+    done = published(run, signer, clock, Waiting(run), options(source, delta=True))
     assert done.streamed
