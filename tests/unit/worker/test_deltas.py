@@ -701,6 +701,34 @@ def test_the_window_bounds_what_is_asked_for(
     assert not log.of(EventKind.DELTA_FAILED)
 
 
+def test_blobs_are_decoded_and_written_as_they_arrive(
+    out: Path, run: FakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One blob does not come before a shard of another is on the disk."""
+    _, (made,) = publish(run, stepped(run.files[1], 2), 1, frame_shards=1, blob_frames=1)
+    held = made.blobs[1]
+    written = threading.Event()
+    in_time: list[bool] = []
+    place = rebuilding.Rebuilding._place
+
+    def placed(*arguments: Any) -> None:
+        place(*arguments)
+        written.set()
+
+    def answer(server: RunServer, request: Request, data: bytes) -> Iterable[Action]:
+        yield Until(written)
+        in_time.append(written.is_set())
+        yield from server.good(request, data)
+
+    monkeypatch.setattr(rebuilding.Rebuilding, "_place", placed)
+    with RunServer(run) as server:
+        server.fault = lambda r, d: answer(server, r, d) if r.digest == held else None
+        _, log = pull(out, run, server)
+    assert in_time == [True]
+    assert not log.of(EventKind.DELTA_FAILED)
+    assert log.ready.bytes_delta
+
+
 def test_a_disk_that_refuses_the_rebuilt_bytes_ends_the_pull(
     out: Path, run: FakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
