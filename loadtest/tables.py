@@ -25,11 +25,12 @@ def seen() -> str:
         if line.startswith("model name"):
             model = line.partition(":")[2].strip()
             break
-    load = os.getloadavg()
+    load, nice = os.getloadavg(), os.nice(0)
+    ahead = f", ahead of other work (nice {nice})" if nice < 0 else ""
     return (
         f"{time.strftime('%Y-%m-%d', time.gmtime())}, {model}, {os.cpu_count()} cores, Linux "
         f"{platform.release()}, Python {platform.python_version()}; load average at the end "
-        f"{load[0]:.1f} (1 min), {load[1]:.1f} (5 min)"
+        f"{load[0]:.1f} (1 min), {load[1]:.1f} (5 min){ahead}"
     )
 
 
