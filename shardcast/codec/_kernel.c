@@ -290,16 +290,19 @@ typedef struct {
     int over;                   /* read past the other end */
 } Reader;
 
-/* Whether a word is needed is a coin toss: no branch on it. */
+/* Whether a word is needed is hard to foresee where symbols are long, so no branch on it; after a bit it is rare. */
 static inline __attribute__((always_inline)) uint32_t
-advance(Reader *r, uint32_t state, uint32_t start, uint32_t width)
+advance(Reader *r, uint32_t state, uint32_t start, uint32_t width, int rare)
 {
     state = width * (state >> SCALE_BITS) + (state & (SCALE - 1)) - start;
+    uint32_t need = state < STATE_LOW;
+    if (rare && __builtin_expect(!need, 1))
+        return state;
     if (r->end - r->words < 2) {
-        r->over |= state < STATE_LOW;
+        r->over |= (int)need;
         return state;
     }
-    uint32_t need = state < STATE_LOW, word = (uint32_t)load(r->words, 2);
+    uint32_t word = (uint32_t)load(r->words, 2);
     r->words += 2 * need;
     return state << (16 * need) | (word & (0 - need));
 }
@@ -325,7 +328,7 @@ get_symbol(Reader *r, uint32_t *state, Table *t)
     int symbol = t->lookup[slot >> (SCALE_BITS - LOOKUP_BITS)];
     while (t->starts[symbol + 1] <= slot)
         symbol++;
-    *state = advance(r, *state, t->starts[symbol], (uint32_t)t->starts[symbol + 1] - t->starts[symbol]);
+    *state = advance(r, *state, t->starts[symbol], (uint32_t)t->starts[symbol + 1] - t->starts[symbol], 0);
     learn(t, symbol);
     return symbol;
 }
@@ -335,7 +338,7 @@ static inline __attribute__((always_inline)) int
 get_bit(Reader *r, uint32_t *state, uint16_t *middle, int rate)
 {
     uint32_t zeros = *middle, slot = *state & (SCALE - 1), bit = slot >= zeros, mask = 0 - bit;
-    *state = advance(r, *state, zeros & mask, (zeros ^ mask) + ((SCALE + 1) & mask));
+    *state = advance(r, *state, zeros & mask, (zeros ^ mask) + ((SCALE + 1) & mask), 1);
     *middle = follow_bit(zeros, bit, rate);
     return (int)bit;
 }
