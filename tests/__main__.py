@@ -1,8 +1,8 @@
 """Runs the whole suite: `python -m tests [PYTEST OPTIONS]`.
 
-Most fault tests wait for something that does not come, and need little of the machine meanwhile. So the
-suite runs in parts beside each other, each a pytest of its own; what the later ones say follows what the
-first one says.
+Many tests wait for something that does not come, and need little of the machine meanwhile; others only
+compute. So the suite runs in parts beside each other, each a pytest of its own with files of every kind;
+what the later ones say follows what the first one says.
 
 A machine that has too much to do may fail a test that waits for something with a bound. So what failed
 runs once more when all parts have ended: alone, one test after the other. What passes then is named
@@ -24,7 +24,8 @@ from typing import IO, Final
 Part = Sequence[str]
 """What one pytest is told to run."""
 
-FAULTS: Final = Path("tests/faults")
+ROOT: Final = Path("tests")
+PARTS: Final = 3
 MOST_AGAIN: Final = 10
 
 PASSED: Final = 0
@@ -33,9 +34,9 @@ NOTHING_TO_RUN: Final = 5  # pytest.ExitCode
 
 
 def parts() -> list[Part]:
-    """The suite: everything but the fault tests, and these in two parts of about the same size."""
-    files = sorted(map(str, FAULTS.glob("test_*.py")))
-    return [("tests", f"--ignore={FAULTS}"), files[::2], files[1::2]]
+    """The suite, dealt out file by file."""
+    files = sorted(map(str, ROOT.rglob("test_*.py")))
+    return [files[number::PARTS] for number in range(PARTS)]
 
 
 def run(parts: Sequence[Part], options: Sequence[str]) -> int:
