@@ -18,6 +18,7 @@ from loadtest.processes import ProcessError, Processes, scratch, terminate_as_ex
 SCENARIOS = (
     "codec",
     "cut_through",
+    "stream",
     "announce",
     "publish",
     "relay_cpu",
