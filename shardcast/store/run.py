@@ -196,6 +196,9 @@ class RunStore(RunRecords):
                 if is_there(directory, stat.S_ISDIR):
                     version = self.load_state(number)
                     if version is not None:
+                        followed = self._followed.pop(number, None)
+                        if followed is not None:  # it has been described: followed no longer
+                            followed.let_go()
                         return self._open(version, directory, committed=committed)
             return None
 

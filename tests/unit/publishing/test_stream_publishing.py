@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 from collections.abc import Sequence
@@ -101,6 +102,25 @@ def test_what_a_head_lists_can_be_read_beside_the_publisher(
 
     published(run, signer, clock, Reading(run), options(checkpoint))
     assert read == list(range(6))
+    # Once it is closed it is held open once, not once more by whoever followed it.
+    run.close()
+    stored = reader.stored(1)
+    assert stored is not None
+    assert stored.alive
+    assert len(descriptors_of(stored.directory)) <= 1
+    reader.close()
+    assert descriptors_of(stored.directory) == []
+
+
+def descriptors_of(directory: Path) -> list[str]:
+    """The descriptors of this process that are this directory."""
+    wanted = directory.resolve()
+    found = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if descriptor.readlink() == wanted:
+                found.append(descriptor.name)
+    return found
 
 
 @pytest.mark.parametrize("pace", [None, Pace(first_s=math.inf)], ids=["off", "small"])
