@@ -17,7 +17,8 @@ BUILD_INPUTS := pyproject.toml setup.py shardcast/codec/_kernel.c
 
 # `make test ARGS="-k head -x"`; `make test COVERAGE=1` measures as well.
 ARGS ?=
-# Without ARGS the whole suite, its waiting half beside the other one (tests/__main__.py).
+# Without ARGS the whole suite, in parts beside each other; what fails is tried once more, alone, and
+# named if it passes then (tests/__main__.py).
 SUITE := $(if $(ARGS),pytest $(ARGS),tests)
 COVERAGE ?=
 

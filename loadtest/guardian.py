@@ -71,9 +71,15 @@ def end(processes: dict[int, int], grace_s: float = GRACE_S) -> None:
 
 
 def main() -> None:
-    """Read `process PID`, `ended PID`, `directory PATH`, `removed PATH`, `done` from stdin."""
+    """Read what there is from stdin: `process PID`, `directory PATH`, `namespace NAME`, `done`.
+
+    And what there is no more: `ended PID`, `removed PATH`, `unnamed NAME`.
+    """
     processes: dict[int, int] = {}
     directories: list[str] = []
+    namespaces: list[str] = []
+    more = {"directory": directories, "namespace": namespaces}
+    less = {"removed": directories, "unnamed": namespaces}
     for line in sys.stdin:
         word, _space, rest = line.rstrip("\n").partition(" ")
         if word == "done":
@@ -84,11 +90,13 @@ def main() -> None:
                 processes[int(rest)] = handle
         elif word == "ended" and int(rest) in processes:
             os.close(processes.pop(int(rest)))
-        elif word == "directory":
-            directories.append(rest)
-        elif word == "removed":
-            directories.remove(rest)
+        elif word in more:
+            more[word].append(rest)
+        elif word in less:
+            less[word].remove(rest)
     end(processes)
+    for name in namespaces:
+        os.spawnlp(os.P_WAIT, "ip", "ip", "netns", "del", name)
     for directory in directories:
         with open("/proc/self/mounts") as mounts:
             inside = [m.split()[1] for m in mounts if m.split()[1].startswith(directory + "/")]

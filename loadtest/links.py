@@ -11,6 +11,8 @@ from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlsplit
 
+from loadtest.streams import StreamServer
+
 _CHUNK_BYTES = 64 * 1024
 _CONNECT_TIMEOUT_S = 10.0
 _CLOSE_TIMEOUT_S = 10.0
@@ -34,7 +36,7 @@ class Link:
         self._whole = True
         self._open: set[asyncio.WriteTransport] = set()
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=512)
-        self._server: asyncio.Server | None = None
+        self._server = StreamServer(self._connected)
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
 
     def freeze(self) -> None:
@@ -56,13 +58,12 @@ class Link:
 
     async def listen(self) -> None:
         """Begin to accept."""
-        self._server = await asyncio.start_server(self._connected, sock=self._socket)
+        await self._server.start(self._socket)
 
     async def close(self) -> None:
         """Stop, and break what is open."""
-        if self._server is not None:
-            self._server.close()
         self._break()
+        await self._server.close()
 
     def _break(self) -> None:
         self._whole = False
@@ -84,8 +85,8 @@ class Link:
                 await asyncio.gather(
                     self._pump(reader, upper_writer, None), self._pump(upper, writer, self._rate)
                 )
-        except (OSError, TimeoutError, asyncio.CancelledError):
-            pass  # a task that ends as cancelled makes asyncio's own callback complain
+        except (OSError, TimeoutError):
+            pass
         finally:
             for one in mine:
                 self._open.discard(one.transport)

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from loadtest import tables
 from loadtest.processes import scratch, terminate_as_exit
 
 GB = 1_000_000_000
@@ -178,13 +179,32 @@ def as_json(name: str, report: Report, settings: Settings, seconds: float) -> di
     }
 
 
-def main(measure: Measure, *, name: str, full: Size, quick: Size) -> None:
-    """Run a scenario from the command line and print its JSON line."""
+def main(
+    measure: Measure,
+    *,
+    name: str,
+    full: Size,
+    quick: Size,
+    table: tuple[str, Callable[[Report], list[str]]] | None = None,
+) -> None:
+    """Run a scenario from the command line and print its JSON line.
+
+    Args:
+        measure: The scenario.
+        name: Its name.
+        full: How much it does by default.
+        quick: How much with `--quick`.
+        table: Title and blocks of a results file, which `--table` writes.
+    """
     parser = argparse.ArgumentParser(description=measure.__doc__)
     parser.add_argument("--quick", action="store_true", help="smaller, for every change")
     parser.add_argument("--bytes", type=int, help="size of the checkpoint")
     parser.add_argument("--repeats", type=int)
     parser.add_argument("--work", type=Path, help="where to write; default: /dev/shm")
+    if table is not None:
+        parser.add_argument(
+            "--table", action="store_true", help=f"also write loadtest/results/{name}.md"
+        )
     options = parser.parse_args()
     size = quick if options.quick else full
     parent = options.work or (_TMPFS if _TMPFS.is_dir() else None)
@@ -203,3 +223,7 @@ def main(measure: Measure, *, name: str, full: Size, quick: Size) -> None:
             raise SystemExit(3) from error
         seconds = time.monotonic() - start
         print(json.dumps(as_json(name, report, settings, seconds)), flush=True)
+        if table is not None and options.table:
+            title, blocks = table
+            took = f"Seen {tables.seen()}; it took {seconds:.0f} s."
+            tables.write(name, title, *blocks(report), took)

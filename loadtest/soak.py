@@ -219,6 +219,8 @@ class Soak:
             for name, after in second.items()
             for what in grown(first.get(name, after), after, BOUNDS)
         ]
+        # An eviction may be under way just now: what is litter stays.
+        wait_until(lambda: not self._litter(fleet), _TIDY_S, every=1.0)
         litter = self._litter(fleet)
         seen = self._verdict_of(observer)
         traces = self._traces(fleet)

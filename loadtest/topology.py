@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from loadtest.processes import Event, Process, Processes, free_port
 
@@ -26,6 +26,19 @@ _XDG = ("XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME", "XDG_CACHE_HOME")
 def shardcast(*arguments: str | Path) -> list[str]:
     """Return the argv that runs the product with this very interpreter."""
     return [sys.executable, "-m", "shardcast.cli.main", *(str(part) for part in arguments)]
+
+
+class Place(Protocol):
+    """A machine that a process may run on, instead of this one (`machines.Machine`)."""
+
+    @property
+    def address(self) -> str:
+        """Where it listens."""
+        ...
+
+    def argv(self, *argv: str | Path) -> list[str]:
+        """The command line that runs a program there."""
+        ...
 
 
 @dataclass
@@ -144,9 +157,9 @@ class Tree:
         process = self.processes.run(argv, name="publish", timeout=timeout)
         return Published(process, process.wait_event("published", timeout=timeout))
 
-    def origin(self, *options: str, name: str = "origin") -> Relay:
+    def origin(self, *options: str, name: str = "origin", on: Place | None = None) -> Relay:
         """Start the origin: a relay without parents on the origin's store."""
-        return self._relay(name, self.store, free_port(), options)
+        return self._relay(name, self.store, free_port(), options, on)
 
     def relay(
         self,
@@ -155,6 +168,7 @@ class Tree:
         parents: Sequence[str],
         siblings: Sequence[str] = (),
         port: int = 0,
+        on: Place | None = None,
     ) -> Relay:
         """Start a relay below `parents` (URLs), on a store of its own.
 
@@ -162,9 +176,8 @@ class Tree:
         """
         links = [part for url in parents for part in ("--parent", url)]
         links += [part for url in siblings for part in ("--sibling", url)]
-        return self._relay(
-            name, self.root / name, port, [*links, "--run", self.run, *self.trust, *options]
-        )
+        argv = [*links, "--run", self.run, *self.trust, *options]
+        return self._relay(name, self.root / name, port, argv, on)
 
     def siblings(self, names: Sequence[str], *, parents: Sequence[str]) -> list[Relay]:
         """Start relays that are each other's siblings, on ports chosen beforehand."""
@@ -179,17 +192,28 @@ class Tree:
             for name in names
         ]
 
-    def _relay(self, name: str, store: Path, port: int, options: Sequence[str]) -> Relay:
-        argv = shardcast("relay", "--store", store, "--listen", f"127.0.0.1:{port}", *options)
-        process = self.processes.start(argv, name=name)
+    def _relay(
+        self, name: str, store: Path, port: int, options: Sequence[str], on: Place | None
+    ) -> Relay:
+        listen = f"{'127.0.0.1' if on is None else on.address}:{port}"
+        argv = shardcast("relay", "--store", store, "--listen", listen, *options)
+        process = self.processes.start(argv if on is None else on.argv(*argv), name=name)
         url = str(process.wait_event("listening", timeout=START_TIMEOUT_S)["url"]).rstrip("/")
         self.urls[name] = url
         return Relay(process, store, url)
 
-    def follow(self, name: str, *options: str, sources: Sequence[str]) -> Worker:
-        """Start a worker that follows the run from `sources` (URLs)."""
-        out = self.root / name
-        process = self.processes.start(self._reader("follow", out, sources, options), name=name)
+    def follow(
+        self,
+        name: str,
+        *options: str,
+        sources: Sequence[str],
+        on: Place | None = None,
+        out: Path | None = None,
+    ) -> Worker:
+        """Start a worker that follows the run from `sources` (URLs), into `out` if given."""
+        out = out or self.root / name
+        argv = self._reader("follow", out, sources, options)
+        process = self.processes.start(argv if on is None else on.argv(*argv), name=name)
         return Worker(process, out)
 
     def pull(

@@ -4,9 +4,10 @@
 
 What a delta costs depends on which weights change and by how much, so the noise is a trainer's:
 weights of a normal distribution, a scale for each tensor (and half as many of each smaller exponent, as
-in any model); a step is what AdamW or Muon make of noisy gradients in their steady state: about the
-same size for every weight, correlated from step to step by the momentum, with a small drift that stays.
-Published is the cast of fp32 masters, or bf16 weights that lose an update that rounds away, or FP8 codes
+in any model); a step is what AdamW or Muon make of gradients that are noise, in their steady state: about
+the same size for every weight, correlated from step to step by the momentum. Muon's momentum is
+orthogonalised for each matrix (Newton-Schulz, the quintic of Keller Jordan's Muon), and scaled to the size
+of Adam's updates; embeddings and norms are AdamW's in both. Published is the cast of fp32 masters, or bf16 weights that lose an update that rounds away, or FP8 codes
 quantised again from the masters. As in real fine-tuning embeddings change only in the rows of tokens
 that were seen, and norms hardly at all. At learning rate 1e-6 about 0.44 % of the elements change, as
 in the steps of all-MiniLM-L6-v2 that the codec was measured on.
@@ -15,12 +16,13 @@ in the steps of all-MiniLM-L6-v2 that the codec was measured on.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import struct
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -46,6 +48,7 @@ class Regime:
         momentum: How much of an update the next one repeats.
         size: Root mean square of an update, in learning rates: of Adam with beta1 0.9 in noise
             sqrt((1 - 0.9) / (1 + 0.9)); of Muon 0.2, where its updates are matched to Adam's.
+        orthogonal: Whether matrices are updated as Muon does.
         masters: Whether fp32 masters keep what rounds away.
         dtype: What is published: "BF16" or "F8_E4M3".
     """
@@ -53,31 +56,36 @@ class Regime:
     learning_rate: float = 1e-6
     momentum: float = 0.9
     size: float = 0.229
+    orthogonal: bool = False
     masters: bool = True
     dtype: str = "BF16"
 
 
+_ADAM: Final = Regime()
+_MUON: Final = Regime(momentum=0.95, size=0.2, orthogonal=True)
 REGIMES: Final = {
-    "adam": Regime(),
-    "adam-bf16": Regime(masters=False),
-    "adam-fp8": Regime(dtype="F8_E4M3"),
-    "muon": Regime(momentum=0.95, size=0.2),
-    "muon-bf16": Regime(momentum=0.95, size=0.2, masters=False),
+    "adam": _ADAM,
+    "adam-bf16": replace(_ADAM, masters=False),
+    "adam-fp8": replace(_ADAM, dtype="F8_E4M3"),
+    "muon": _MUON,
+    "muon-bf16": replace(_MUON, masters=False),
+    "muon-fp8": replace(_MUON, dtype="F8_E4M3"),
 }
 
 
 @dataclass
 class Tensor:
-    """One parameter: its fp32 masters and the optimiser's momentum."""
+    """One parameter: its fp32 masters, the optimiser's momentum, and how it is trained."""
 
     name: str
     shape: tuple[int, ...]
     masters: Floats
     momentum: Floats
-    drift: float = 0.02
+    regime: Regime
     rows_seen: float = 1.0
     seed: int = 0
     steps: int = 0
+    beside: list[Tensor] = field(default_factory=list)
     published: dict[str, tuple[str, tuple[int, ...], npt.NDArray[Any]]] = field(
         default_factory=dict
     )
@@ -104,6 +112,87 @@ def to_e4m3(values: Floats) -> npt.NDArray[np.uint8]:
     codes = np.where(np.abs(values) < 2.0**-6, small, normal)
     signed: npt.NDArray[np.uint8] = (codes | ((bits >> 24) & 0x80)).astype(np.uint8)
     return signed
+
+
+def orthogonalised(matrix: Floats) -> Floats:
+    """Return about the nearest matrix with orthonormal rows or columns, as Muon makes it.
+
+    Five iterations of the quintic X -> aX + b(XX')X + c(XX')^2 X bring all singular values to about 1
+    (0.7 to 1.2), coefficients as published with Muon (Keller Jordan, 2024).
+    """
+    a, b, c = np.float32(3.4445), np.float32(-4.7750), np.float32(2.0315)
+    rows, columns = matrix.shape
+    x: Floats = (matrix.T if rows > columns else matrix) / np.float32(np.linalg.norm(matrix) + 1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = np.asarray(a * x + (b * gram + c * (gram @ gram)) @ x, np.float32)
+    found: Floats = x.T if rows > columns else x
+    return found
+
+
+def _directions(tensor: Tensor, rng: np.random.Generator) -> Iterator[tuple[slice, Floats]]:
+    """Yield where the next step goes, in learning rates, a piece of the tensor at a time."""
+    regime = tensor.regime
+    keep = np.float32(regime.momentum)
+    fresh = np.float32(regime.size * (1 - regime.momentum**2) ** 0.5)
+    columns = tensor.shape[-1]
+    chunk = max(columns, _CHUNK // columns * columns)
+    if regime.orthogonal:
+        chunk = len(tensor.masters)
+    for at in range(0, len(tensor.masters), chunk):
+        part = slice(at, min(at + chunk, len(tensor.masters)))
+        momentum = tensor.momentum[part]
+        momentum *= keep
+        momentum += rng.standard_normal(len(momentum), np.float32) * fresh
+        if regime.orthogonal:
+            # The elements of an orthogonal matrix have a root mean square of 1/sqrt(longer side).
+            size = np.float32(regime.size * max(tensor.shape) ** 0.5)
+            yield part, orthogonalised(momentum.reshape(tensor.shape)).reshape(-1) * size
+        elif tensor.rows_seen < 1:
+            seen = rng.random(len(momentum) // columns) < tensor.rows_seen
+            yield part, momentum * np.repeat(seen, columns)
+        else:
+            yield part, momentum
+
+
+def _move(tensor: Tensor, part: slice, direction: Floats) -> None:
+    masters = tensor.masters[part]
+    masters -= direction * np.float32(tensor.regime.learning_rate)
+    if not tensor.regime.masters:
+        masters[:] = from_bf16(to_bf16(masters))
+
+
+def _set_out(tensor: Tensor) -> None:
+    """Publish a tensor before its first step."""
+    if not tensor.regime.masters:
+        tensor.masters = from_bf16(to_bf16(tensor.masters))
+    _publish(tensor)
+
+
+def _publish(tensor: Tensor) -> None:
+    """Cast a tensor as the regime publishes it."""
+    if tensor.regime.dtype == "BF16" or len(tensor.shape) == 1:
+        codes = np.empty(len(tensor.masters), np.uint16)
+        for at in range(0, len(codes), _CHUNK):
+            codes[at : at + _CHUNK] = to_bf16(tensor.masters[at : at + _CHUNK])
+        tensor.published = {tensor.name: ("BF16", tensor.shape, codes)}
+        return
+    rows, columns = tensor.shape
+    masters = tensor.masters.reshape(tensor.shape)
+    blocks = (-(-rows // _BLOCK), -(-columns // _BLOCK))
+    scales = np.empty(blocks, np.float32)
+    codes8 = np.empty(tensor.shape, np.uint8)
+    for row in range(blocks[0]):
+        band = masters[row * _BLOCK : (row + 1) * _BLOCK]
+        starts = np.arange(0, columns, _BLOCK)
+        largest = np.maximum.reduceat(np.abs(band).max(axis=0), starts)
+        scales[row] = np.maximum(largest / np.float32(448), np.float32(1e-12))
+        spread = np.repeat(scales[row], _BLOCK)[:columns]
+        codes8[row * _BLOCK : (row + 1) * _BLOCK] = to_e4m3(band / spread)
+    tensor.published = {
+        tensor.name: ("F8_E4M3", tensor.shape, codes8.reshape(-1)),
+        f"{tensor.name}_scale_inv": ("F32", blocks, scales.reshape(-1)),
+    }
 
 
 def _shapes(elements: int) -> Iterator[tuple[str, tuple[int, ...], float, float]]:
@@ -163,64 +252,54 @@ class Training:
             masters = rng.standard_normal(count, np.float32) * np.float32(scale)
         else:
             masters = 1 + rng.standard_normal(count, np.float32) * np.float32(0.1)
-        if not self.regime.masters:
-            masters = from_bf16(to_bf16(masters))
-        momentum = rng.standard_normal(count, np.float32) * np.float32(self.regime.size)
-        tensor = Tensor(name, shape, masters, momentum, rows_seen=rows_seen, seed=seed)
-        self._publish(tensor)
+        regime = self.regime
+        if regime.orthogonal and (len(shape) == 1 or rows_seen < 1):
+            regime = replace(
+                regime, momentum=_ADAM.momentum, size=_ADAM.size, orthogonal=_ADAM.orthogonal
+            )
+        momentum = rng.standard_normal(count, np.float32) * np.float32(regime.size)
+        tensor = Tensor(name, shape, masters, momentum, regime, rows_seen=rows_seen, seed=seed)
+        _set_out(tensor)
         return tensor
+
+    def beside(self, regime: Regime) -> Training:
+        """Return a run from the same weights along the same updates, which steps when this one does.
+
+        Only its learning rate and what it publishes may be others. The noise, and for Muon most of
+        the arithmetic, is made once for all.
+        """
+        other = copy.copy(self)
+        other.regime = regime
+        other.tensors = []
+        for tensor in self.tensors:
+            if tensor.steps or not tensor.regime.masters:
+                raise ValueError("only beside a run with fp32 masters that has taken no steps")
+            own = replace(
+                tensor.regime,
+                learning_rate=regime.learning_rate,
+                masters=regime.masters,
+                dtype=regime.dtype,
+            )
+            follower = replace(tensor, masters=tensor.masters.copy(), regime=own, beside=[])
+            _set_out(follower)
+            tensor.beside.append(follower)
+            other.tensors.append(follower)
+        return other
 
     def step(self, count: int = 1) -> None:
         """Take so many steps of the optimiser."""
         list(self._pool.map(lambda tensor: self._advance(tensor, count), self.tensors))
 
     def _advance(self, tensor: Tensor, count: int) -> None:
+        together = [tensor, *tensor.beside]
         for _ in range(count):
             tensor.steps += 1
             rng = np.random.default_rng((tensor.seed, tensor.steps))
-            keep = np.float32(self.regime.momentum)
-            fresh = np.float32(self.regime.size * (1 - self.regime.momentum**2) ** 0.5)
-            rate = np.float32(self.regime.learning_rate)
-            columns = tensor.shape[-1]
-            chunk = max(columns, _CHUNK // columns * columns)
-            for at in range(0, len(tensor.masters), chunk):
-                part = slice(at, min(at + chunk, len(tensor.masters)))
-                momentum, masters = tensor.momentum[part], tensor.masters[part]
-                momentum *= keep
-                momentum += rng.standard_normal(len(momentum), np.float32) * fresh
-                update = momentum * rate
-                if tensor.rows_seen < 1:
-                    seen = rng.random(len(momentum) // columns) < tensor.rows_seen
-                    update *= np.repeat(seen, columns)
-                masters -= update
-                if not self.regime.masters:
-                    masters[:] = from_bf16(to_bf16(masters))
-        self._publish(tensor)
-
-    def _publish(self, tensor: Tensor) -> None:
-        """Cast a tensor as the regime publishes it."""
-        if self.regime.dtype == "BF16" or len(tensor.shape) == 1:
-            codes = np.empty(len(tensor.masters), np.uint16)
-            for at in range(0, len(codes), _CHUNK):
-                codes[at : at + _CHUNK] = to_bf16(tensor.masters[at : at + _CHUNK])
-            tensor.published = {tensor.name: ("BF16", tensor.shape, codes)}
-            return
-        rows, columns = tensor.shape
-        masters = tensor.masters.reshape(tensor.shape)
-        blocks = (-(-rows // _BLOCK), -(-columns // _BLOCK))
-        scales = np.empty(blocks, np.float32)
-        codes8 = np.empty(tensor.shape, np.uint8)
-        for row in range(blocks[0]):
-            band = masters[row * _BLOCK : (row + 1) * _BLOCK]
-            starts = np.arange(0, columns, _BLOCK)
-            largest = np.maximum.reduceat(np.abs(band).max(axis=0), starts)
-            scales[row] = np.maximum(largest / np.float32(448), np.float32(1e-12))
-            spread = np.repeat(scales[row], _BLOCK)[:columns]
-            codes8[row * _BLOCK : (row + 1) * _BLOCK] = to_e4m3(band / spread)
-        tensor.published = {
-            tensor.name: ("F8_E4M3", tensor.shape, codes8.reshape(-1)),
-            f"{tensor.name}_scale_inv": ("F32", blocks, scales.reshape(-1)),
-        }
+            for part, direction in _directions(tensor, rng):
+                for one in together:
+                    _move(one, part, direction)
+        for one in together:
+            _publish(one)
 
     def arrays(self) -> Iterator[tuple[str, str, tuple[int, ...], npt.NDArray[Any]]]:
         """Yield name, dtype, shape and codes of everything that is published."""

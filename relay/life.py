@@ -310,6 +310,7 @@ class Life:
         await self._quit(*self._tasks)
         await node.fills.stop()
         await self.server.close()
+        await node.close()
         for run in list(node.runs.values()):
             await run.close()
         node.keeper.give_up()

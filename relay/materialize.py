@@ -24,9 +24,10 @@ from typing import TypeVar
 from relay.catalog import DataBlob, Known, ShardBlob
 from relay.node import Node
 from relay.prefetch import wanted_versions
-from relay.rebuild import CODECS, Failure, FrameAt, Outcome, frames_of, look_again, rebuild
+from relay.rebuild import Failure, Outcome, look_again, rebuild, shards_to_rebuild
 from relay.runs import RelayRun
-from shardcast.errors import DiskError, ShardcastError
+from shardcast.errors import BusyError, DiskError, ShardcastError
+from shardcast.protocol.delta import CODECS, FrameAt
 from shardcast.protocol.head import DeltaRef, Head
 from shardcast.protocol.route import Held, find_route
 from shardcast.store.stored import ShardState, StoredVersion
@@ -138,6 +139,19 @@ class Materializer:
         }
         return steps_to(number, run.head.head, held)
 
+    def way_to(self, run: RelayRun, number: int) -> list[Step]:
+        """Return how a version is rebuilt now. What no way leads to any more is not waited for.
+
+        Its base may have been evicted, or have turned out damaged, since the head came.
+        """
+        steps = self.steps(run, number)
+        if not steps:
+            ways = {s.version for n in wanted_versions(run) for s in self.steps(run, n)}
+            for (name, version), hope in self._hopes.items():
+                if name == run.name and version not in ways:
+                    hope.over = True
+        return steps
+
     def awaited(self, run: RelayRun, known: ShardBlob) -> bool:
         """Say whether a shard that is not here is about to be rebuilt."""
         if not self.node.keeper.held:
@@ -169,7 +183,10 @@ class Materializer:
         if hope is None:
             self._hopes[key] = _Hope(closed, until)
         elif not closed:
-            hope.until = until  # every head of an open version may bring more of it
+            hope.until, hope.over = (
+                until,
+                False,
+            )  # every head of an open version may bring more of it
         elif not hope.closed:
             self._hopes[key] = _Hope(closed, until, lost=hope.lost)
 
@@ -209,11 +226,14 @@ class Materializer:
         """Hold base and target while the block rebuilds one from the other.
 
         Raises:
-            BusyError: If one is being evicted at this moment.
+            BusyError: If one is being evicted at this moment, or just was.
         """
         base = None
         if step.base is not None:
-            base = next(s for s in run.stored.values() if s.version.manifest == step.base)
+            found = (s for s in run.stored.values() if s.version.manifest == step.base)
+            base = next(found, None)
+            if base is None:
+                raise BusyError(f"the base of version {step.version} was evicted", source=step.base)
         with contextlib.ExitStack() as stack:
             stack.enter_context(target.lease())
             if base is not None:
@@ -262,7 +282,7 @@ class Work:
         self._target = target
         self._base = base
         self._useless = useless
-        self._frames: dict[str, list[FrameAt]] = {}
+        self._frames: dict[str, tuple[FrameAt, ...]] = {}
         self._find_frames()
 
     def _find_frames(self) -> None:
@@ -281,11 +301,7 @@ class Work:
                     part.shards.stop - 1,
                 )
                 continue
-            first = part.first_shard
-            for blob in part.blobs:
-                frames = list(frames_of(blob, first))
-                first = frames[-1].shards.stop
-                self._frames[blob.digest] = frames
+            self._frames.update((blob.digest, frames) for blob, frames in part.placed())
 
     def blobs(self) -> list[Known]:
         """Return the delta blobs that rebuild something that is missing, in shard order."""
@@ -294,17 +310,9 @@ class Work:
 
     def _wanted(self, digest: str) -> frozenset[int]:
         """Return the shards of a blob that are missing, of known digest, and nobody writes."""
-        target = self._target
         if digest in self._useless:
             return frozenset()
-        return frozenset(
-            shard
-            for frame in self._frames[digest]
-            for shard in frame.shards
-            if target.state(shard) is ShardState.MISSING
-            and target.version.digests[shard] is not None
-            and (target.version.number, shard) not in self._run.claims
-        )
+        return shards_to_rebuild(self._frames[digest], self._target, self._run.claims)
 
     async def use(self, known: Known) -> None:
         """Rebuild what one blob gives. A cancellation leaves whole shards only."""

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Final, Protocol
 
 from relay.admission import Admission
 from relay.catalog import DocumentBlob, Known, ShardBlob
@@ -31,6 +31,10 @@ from shardcast.store.run import RunStore
 from shardcast.store.store import Store
 
 log = logging.getLogger("relay.node")
+
+CLAIM_WAIT_S: Final = 3.0
+"""How long a request waits for somebody who reads or writes its shard on this disk: the shard may
+be here in a moment, and until then it cannot be fetched."""
 
 
 class Feed(Protocol):
@@ -272,8 +276,9 @@ class Node:
     async def _ready_to_fill(self, run: RelayRun, known: Known) -> bool:
         """Wait until a fill can be started that is kept; return whether there was a wait.
 
-        While one relay takes the place of another, both may fill and only one may keep. And a fill
-        that nobody waited for was given up when the relay began to drain.
+        A shard whose extent is just looked at or written otherwise cannot be filled. While one relay
+        takes the place of another, both may fill and only one may keep. And a fill that nobody
+        waited for was given up when the relay began to drain.
         """
         waited = False
         while (fill := self.fills.get(run.name, known.digest)) and fill.cancel.cancelled:
@@ -282,7 +287,19 @@ class Node:
         if isinstance(known, ShardBlob) and self.keeper.state is Keeping.WAITING:
             waited = True
             await self.keeper.hoped(self.config.limits.take_over_wait_s)
-        return waited
+        return await self._freed(run, known) or waited
+
+    async def _freed(self, run: RelayRun, known: Known) -> bool:
+        """Wait for whoever works on a shard's extent without fetching it; return whether one did."""
+        if not isinstance(known, ShardBlob) or self.sources is None:
+            return False
+        claim = (known.places[0].version, known.places[0].shard)
+        if claim not in run.claims or self.fills.get(run.name, known.digest) is not None:
+            return False
+        if self.rebuilding is not None and self.rebuilding.awaited(run, known):
+            return False  # its readers are told, and come again
+        await run.claims.freed(claim, CLAIM_WAIT_S)
+        return True
 
     async def ensure(self, run: RelayRun, known: Known) -> None:
         """Bring a blob here if it is not; wait until it is verified.
@@ -298,6 +315,13 @@ class Node:
         await fill.finished()
         if fill.error is not None:
             raise fill.error
+
+    async def close(self) -> None:
+        """End every look for news."""
+        looks = list(self._refreshing.values())
+        for look in looks:
+            look.cancel()
+        await asyncio.gather(*looks, return_exceptions=True)
 
     def wake_runs(self) -> None:
         """Let everyone who waits for a head look again."""

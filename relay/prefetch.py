@@ -11,7 +11,6 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from relay.catalog import Known, ShardBlob
@@ -20,11 +19,11 @@ from relay.copies import copy_local, plan_for
 from relay.following import fetch_documents
 from relay.node import Node
 from relay.runs import RelayRun
+from relay.salvaging import salvage_missing
 from relay.threads import in_thread
 from relay.turns import Turns
 from shardcast.errors import DiskError, DiskFullError, ShardcastError
 from shardcast.protocol.manifest import Version
-from shardcast.salvage import salvage
 from shardcast.store.stored import StoredVersion
 
 if TYPE_CHECKING:
@@ -144,8 +143,12 @@ class Prefetcher:
 
     async def _version(self, version: Version) -> bool:
         stored = await self._begin(version)
-        await copy_local(self._run, stored, list(self._run.stored.values()))
+        await self._copy(stored)
         return await self._rest(stored) and (not version.complete or not stored.missing())
+
+    async def _copy(self, stored: StoredVersion) -> None:
+        """Copy what any version on disk has: also one that was open, and that no head names now."""
+        await copy_local(self._run, stored, await in_thread(self._run.on_disk))
 
     async def _begin(self, version: Version) -> StoredVersion:
         """Return a version on disk, with what is good of it found."""
@@ -162,7 +165,7 @@ class Prefetcher:
         run, materializer = self._run, self._materializer
         whole = True
         if not stored.complete:
-            plan = await in_thread(partial(plan_for, stored, list(run.stored.values())))
+            plan = await in_thread(lambda: plan_for(stored, run.on_disk()))
             blobs: list[Known] = []
             for fetch in plan.fetches:
                 known = run.find(fetch.digest)
@@ -173,7 +176,7 @@ class Prefetcher:
                 else:
                     blobs.append(known)
             whole &= await self._fetch_all(blobs)
-            await copy_local(run, stored, list(run.stored.values()))
+            await self._copy(stored)
         await run.commit_complete()
         return whole
 
@@ -184,7 +187,7 @@ class Prefetcher:
         start from it. Never interrupted between: what is begun is the base of what comes next.
         """
         run = self._run
-        for step in materializer.steps(run, number):
+        for step in materializer.way_to(run, number):
             try:
                 if step.version != number and not await self._documents(step.version):
                     return False
@@ -192,7 +195,7 @@ class Prefetcher:
                 if version is None:
                     return False
                 stored = await self._begin(version)
-                await copy_local(run, stored, list(run.stored.values()))
+                await self._copy(stored)
                 if not await self._rebuild(materializer, stored, step):
                     return False
             except ShardcastError:
@@ -242,12 +245,7 @@ class Prefetcher:
         if number in self._looked:
             return
         self._looked.add(number)
-        claims = {(number, shard) for shard in stored.missing()} - self._run.claims
-        self._run.claims |= claims
-        try:
-            await in_thread(partial(salvage, stored, [shard for _, shard in claims]))
-        finally:
-            self._run.claims -= claims
+        await salvage_missing(self._run, stored)
 
     async def _fetch_all(
         self, blobs: Iterable[Known], use: Callable[[Known], Awaitable[None]] | None = None

@@ -374,7 +374,7 @@ def _present(run: RelayRun, uploads: Uploads, asked: list[str]) -> tuple[set[str
     """Return which digests are shards on disk, and which documents or delta blobs. Blocking."""
     wanted = set(asked)
     stored: set[str] = set()
-    for version in uploads.on_disk():
+    for version in run.on_disk():
         digests = version.version.digests
         for shard in version.present():
             digest = digests[shard]

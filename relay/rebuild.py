@@ -10,49 +10,27 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 import xxhash
-from blake3 import blake3
 
 from shardcast.base_files import BaseFiles
-from shardcast.codec.decode import decode_frame
 from shardcast.codec.frame import MAX_FRAME_BYTES
-from shardcast.deltas import CODEC
-from shardcast.errors import DiskError, IntegrityError, LimitError, MalformedError, ShardcastError
-from shardcast.protocol.delta import DeltaBlob
-from shardcast.protocol.layout import Layout
+from shardcast.errors import IntegrityError, MalformedError, ShardcastError
+from shardcast.frames import Arena, checked_shards, decoded
+from shardcast.protocol.delta import FrameAt
+from shardcast.protocol.layout import Extent
 from shardcast.protocol.limits import MIB
 from shardcast.store.files import disk_errors, read_into, write_all
 from shardcast.store.stored import ShardState, StoredVersion
 
 log = logging.getLogger("relay.rebuild")
 
-CODECS: Final = frozenset({CODEC})
-"""The frame formats that can be decoded, as delta parts name them."""
-
+_MISSING: Final = ShardState.MISSING
 _OVERHEAD_BYTES: Final = 2 * MIB
 """What the header of a frame may add to its bytes: 65,536 segments."""
-
-
-@dataclass(frozen=True, slots=True)
-class FrameAt:
-    """A frame: where it lies in its blob, and which shards it rebuilds."""
-
-    offset: int
-    length: int
-    shards: range
-
-
-def frames_of(blob: DeltaBlob, first_shard: int) -> Iterator[FrameAt]:
-    """Yield the frames of a blob whose first frame begins with ``first_shard``."""
-    offset, shard = 0, first_shard
-    for count, length in blob.frames:
-        yield FrameAt(offset, length, range(shard, shard + count))
-        offset += length
-        shard += count
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +57,33 @@ class Outcome:
     failures: list[Failure] = field(default_factory=list)
 
 
+def shards_to_rebuild(
+    frames: Iterable[FrameAt], target: StoredVersion, claims: Container[tuple[int, int]]
+) -> frozenset[int]:
+    """Return the shards of frames that are missing, of known digest, and that nobody writes."""
+    number, digests = target.version.number, target.version.digests
+    return frozenset(
+        shard
+        for frame in frames
+        for shard in frame.shards
+        if target.state(shard) is _MISSING
+        and digests[shard] is not None
+        and (number, shard) not in claims
+    )
+
+
 class VerifiedBase:
     """The bytes of a base as frames read them, of shards only that are good on disk now.
 
     Attributes:
-        read: The shards that were read since it was emptied.
+        read: The shards that were read since ``begin``.
     """
 
     def __init__(self, stored: StoredVersion | None) -> None:
         self.read: set[int] = set()
         self._stored = stored
-        self._files = BaseFiles(stored, memoryview(b""))
+        # Pages of it are touched once a blob, not once a frame.
+        self._files = BaseFiles(stored, memoryview(bytearray(MAX_FRAME_BYTES if stored else 0)))
         self._good: set[int] = set()
 
     def range(self, file: int, offset: int, length: int) -> memoryview:
@@ -114,6 +108,11 @@ class VerifiedBase:
                 raise IntegrityError(f"shard {shard} of base {layout.version} is not good on disk")
             self._good.add(shard)
         return self._files.range(file, offset, length)
+
+    def begin(self) -> None:
+        """Begin with a frame: what was returned before is overwritten."""
+        self.read.clear()
+        self._files.rewind()
 
     def close(self) -> None:
         """Let go of the files."""
@@ -160,92 +159,56 @@ def rebuild(
         DiskError: If the target or the blob cannot be read or written.
     """
     outcome = Outcome()
-    reader, files = VerifiedBase(base), _Files(target)
+    reader, files, arena = VerifiedBase(base), _Files(target), Arena()
     with contextlib.closing(reader), contextlib.closing(files):
         for frame in frames:
-            shards = tuple(shard for shard in frame.shards if shard in wanted)
+            shards = [s for s in frame.shards if s in wanted and target.state(s) is _MISSING]
             if not shards:
                 continue
-            reader.read.clear()
-            try:
-                data = _decode(fd, frame, target.version.layout, reader)
-            except (MalformedError, IntegrityError, _BaseError) as error:
-                outcome.failures.append(Failure(shards, str(error), frozenset(reader.read)))
-                continue
-            wrong = _keep(data, frame, shards, target, files, outcome)
+            reader.begin()
+            extents = [target.version.layout.extent(shard) for shard in frame.shards]
+            data, problem = _decode(fd, frame, sum(e.length for e in extents), reader, arena)
+            wrong: list[int] = []
+            for extent, piece in checked_shards(data, extents, target.version, shards):
+                if piece is None:
+                    wrong.append(extent.shard)
+                else:
+                    _keep(extent, piece, target, files, outcome)
             if wrong:
-                reason = "its frame decodes to other bytes than were signed"
-                outcome.failures.append(Failure(wrong, reason, frozenset(reader.read)))
+                reason = problem or "its frame decodes to other bytes than were signed"
+                failure = Failure(tuple(wrong), reason, frozenset(reader.read))
+                outcome.failures.append(failure)
     return outcome
 
 
-class _BaseError(ShardcastError):
-    """The base cannot be read now: that says nothing about the target's disk."""
-
-
-class _BaseReader:
-    """Tells errors of the base's files from others."""
-
-    def __init__(self, base: VerifiedBase) -> None:
-        self._base = base
-
-    def range(self, file: int, offset: int, length: int) -> memoryview:
-        try:
-            return self._base.range(file, offset, length)
-        except DiskError as error:
-            raise _BaseError(f"the base cannot be read: {error}") from error
-
-
-def _decode(fd: int, frame: FrameAt, layout: Layout, base: VerifiedBase) -> bytearray:
-    """Return the bytes of a frame's shards.
+def _decode(
+    fd: int, frame: FrameAt, total: int, base: VerifiedBase, arena: Arena
+) -> tuple[memoryview, str]:
+    """Return the bytes of a frame's shards, and why there are none.
 
     Raises:
-        MalformedError: If it is no frame of them.
+        DiskError: If the blob cannot be read.
     """
-    total = sum(layout.extent(shard).length for shard in frame.shards)
     if total > MAX_FRAME_BYTES or frame.length > total + _OVERHEAD_BYTES:
-        raise LimitError(f"a frame of {frame.length} bytes for {total}")
+        return memoryview(b""), f"a frame of {frame.length} bytes for {total}"
     data = memoryview(bytearray(frame.length))
     with disk_errors("delta blob", "reading"):
         got = read_into(fd, data, frame.offset)
     if got != frame.length:
-        raise MalformedError("a delta blob ends early")
-    try:
-        return decode_frame(data, total, _BaseReader(base))
-    except ShardcastError:
-        raise
-    except Exception as error:  # a bug of the codec must not end the rebuilding of all else
-        log.exception("decoding a frame broke")
-        raise MalformedError(f"decoding broke: {error!r}") from error
+        return memoryview(b""), "a delta blob ends early"
+    return decoded(data, total, base, arena)
 
 
 def _keep(
-    data: bytearray,
-    frame: FrameAt,
-    wanted: tuple[int, ...],
-    target: StoredVersion,
-    files: _Files,
-    outcome: Outcome,
-) -> tuple[int, ...]:
-    """Verify the wanted shards of a decoded frame, write and record them; return the wrong ones."""
-    version, view, at = target.version, memoryview(data), 0
-    wrong: list[int] = []
-    for shard in frame.shards:
-        extent = version.layout.extent(shard)
-        body = view[at : at + extent.length]
-        at += extent.length
-        if shard not in wanted or target.state(shard) is not ShardState.MISSING:
-            continue
-        if blake3(body).hexdigest() != version.digests[shard]:
-            wrong.append(shard)
-            continue
-        target.require_room(shard)
-        with disk_errors(target.directory / extent.path, "writing"):
-            write_all(files.fd(extent.file), body, extent.offset)
-        target.record(shard, xxhash.xxh3_128_digest(body))
-        outcome.shards += 1
-        outcome.bytes += extent.length
-    return tuple(wrong)
+    extent: Extent, data: memoryview, target: StoredVersion, files: _Files, outcome: Outcome
+) -> None:
+    """Write a shard whose bytes are right, and record it."""
+    target.require_room(extent.shard)
+    with disk_errors(target.directory / extent.path, "writing"):
+        write_all(files.fd(extent.file), data, extent.offset)
+    target.record(extent.shard, xxhash.xxh3_128_digest(data))
+    outcome.shards += 1
+    outcome.bytes += extent.length
 
 
 def look_again(base: StoredVersion, shards: Sequence[int]) -> list[int]:

@@ -15,6 +15,8 @@ from shardcast.store.retention import Held, Keep, choose_evictions, collect
 log = logging.getLogger("relay.retaining")
 
 EVERY_S = 5.0
+ABANDONED_MS = 3_600_000
+"""What was staged at an origin so long ago, and was passed by since, was given up."""
 COLLECT_S = 30.0
 """Longest time between two looks for leftovers."""
 
@@ -49,8 +51,9 @@ def choose(node: Node, run: RelayRun, held: list[Held], staged: set[int]) -> tup
     newest_named = max(named, default=0)
     dropped = {v.number for v in held if v.number not in named and v.number <= newest_named}
     if node.config.origin:
-        # Uploads and local publications under way are staged, and nothing names them yet.
-        dropped -= staged
+        # Uploads under way are staged, and nothing names them yet; nor what was given up, of which the
+        # next one takes what it can.
+        dropped -= {v.number for v in held if v.number in staged and v.age_ms < ABANDONED_MS}
     kept = [v for v in held if v.number not in dropped]
     over = choose_evictions(kept, keep_of(node), protected)
     return tuple(sorted((dropped - protected) | set(over)))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from relay.catalog import Catalog, DataBlob, DocumentBlob, Known, Parsed, ShardBlob, parse_document
+from relay.claims import Claims
 from relay.opened import Opened, open_extent
 from relay.parents import Place
 from relay.readers import Readers
@@ -105,7 +106,7 @@ class RelayRun:
         self.readers = readers or Readers(clock)
         self.problem: str | None = None
         self.no_room: str | None = None
-        self.claims: set[tuple[int, int]] = set()
+        self.claims = Claims()
         self.uploads = 0
         self.told = ToldPlaces()
         self.replaces = False
@@ -271,17 +272,32 @@ class RelayRun:
         self.store.forget_gone()
         for number, version in known.items():
             try:
-                stored = self.store.stored(number)
+                stored = self._stored_of(version)
                 if self.replaces and stored is not None and contradicts(stored.version, version):
                     continue  # until it is replaced, it is nothing that anybody may read
                 if stored is not None and stored.version.layout_digest == version.layout_digest:
-                    if stored.version.documents != version.documents:
-                        self.store.save_state(version)
+                    before = stored.version
                     stored.update(version)
+                    if stored.version.documents != before.documents and not stored.read_only:
+                        self.store.save_state(stored.version)
                     found[number] = stored
             except ShardcastError as error:
                 log.warning("run %s: version %d on disk: %s", self.name, number, error)
         return found
+
+    def on_disk(self) -> list[StoredVersion]:
+        """Return every version on disk, newest first, also those that no head names. Blocking."""
+        store = self.store
+        numbers = sorted({*store.committed(), *store.staged()}, reverse=True)
+        return [stored for number in numbers if (stored := store.stored(number)) is not None]
+
+    def _stored_of(self, version: Version) -> StoredVersion | None:
+        """Return a version on disk; at an origin also one that a publisher beside it still writes."""
+        if not self.replaces and not version.complete:
+            followed = self.store.followed(version)
+            if followed is not None:
+                return followed
+        return self.store.stored(version.number)
 
     def stage(self, version: Version) -> StoredVersion:
         """Make room for a version on disk. Blocking.

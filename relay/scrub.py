@@ -31,9 +31,9 @@ from relay.copies import copy_local
 from relay.isolation import for_each
 from relay.node import Node
 from relay.runs import RelayRun
+from relay.salvaging import salvage_missing
 from relay.threads import in_thread
 from shardcast.errors import BusyError, DiskError, ShardcastError
-from shardcast.salvage import salvage
 from shardcast.store.stored import ShardState, StoredVersion
 
 log = logging.getLogger("relay.scrub")
@@ -164,15 +164,11 @@ class Scrubber:
 
     async def _recall(self, run: RelayRun, stored: StoredVersion) -> None:
         """Look whether somebody put the bytes of missing shards back: a worker, or a backup."""
-        claims = {(stored.version.number, shard) for shard in stored.missing()} - run.claims
-        run.claims |= claims
         try:
-            found = await in_thread(partial(salvage, stored, [shard for _, shard in claims]))
+            found = await salvage_missing(run, stored)
         except ShardcastError as error:
             log.error("run %s: %s", run.name, error)
             return
-        finally:
-            run.claims -= claims
         if found and not stored.missing():
             log.info("run %s: version %d is whole again", run.name, stored.version.number)
 

@@ -229,9 +229,13 @@ class Server:
             if not listening.passed and str(sock.getsockname()) not in kept:
                 waiting += waiting_on(sock)
             sock.close()
-        for connection in waiting:
-            with contextlib.suppress(OSError):
-                await loop.connect_accepted_socket(self._connection, connection)
+        try:
+            while waiting:
+                with contextlib.suppress(OSError):
+                    await loop.connect_accepted_socket(self._connection, waiting.pop(0))
+        finally:  # cancelled: the drain shall end at once
+            for connection in waiting:
+                connection.close()
 
     def _connection(self) -> Connection:
         loop = asyncio.get_running_loop()

@@ -15,12 +15,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
-from relay.rebuild import CODECS, FrameAt, Outcome, frames_of, rebuild
+from relay.rebuild import Outcome, rebuild, shards_to_rebuild
 from relay.runs import RelayRun
 from relay.threads import in_thread
 from shardcast.errors import BusyError, ShardcastError
-from shardcast.protocol.delta import DeltaPart
-from shardcast.store.stored import ShardState, StoredVersion
+from shardcast.protocol.delta import CODECS, DeltaPart, FrameAt
+from shardcast.store.stored import StoredVersion
 
 log = logging.getLogger("relay.uploaded_deltas")
 
@@ -45,12 +45,8 @@ def rebuildable(
         here = part.base is None or part.base in bases
         if part.codec not in CODECS or not fits or not here:
             continue
-        first = part.first_shard
-        for blob in part.blobs:
-            frames = tuple(frames_of(blob, first))
-            first = frames[-1].shards.stop
-            base = None if part.base is None else bases[part.base]
-            found.append(Rebuildable(blob.digest, frames, base))
+        base = None if part.base is None else bases[part.base]
+        found += [Rebuildable(blob.digest, frames, base) for blob, frames in part.placed()]
     return found
 
 
@@ -70,14 +66,7 @@ async def rebuild_all(run: RelayRun, target: StoredVersion, blobs: Iterable[Rebu
 
 async def _rebuild(run: RelayRun, target: StoredVersion, blob: Rebuildable) -> int:
     number = target.version.number
-    wanted = frozenset(
-        shard
-        for frame in blob.frames
-        for shard in frame.shards
-        if target.state(shard) is ShardState.MISSING
-        and target.version.digests[shard] is not None
-        and (number, shard) not in run.claims
-    )
+    wanted = shards_to_rebuild(blob.frames, target, run.claims)
     claims = {(number, shard) for shard in wanted}
     if not wanted:
         return 0

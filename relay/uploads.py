@@ -275,7 +275,7 @@ class Uploads:
     async def _copy(self, upload: Upload) -> None:
         stored = upload.stored
         if stored is not None and not stored.committed:
-            others = await in_thread(self.on_disk)
+            others = await in_thread(self.run.on_disk)
             await copy_local(self.run, stored, others)
 
     async def rebuild(self, digests: Collection[str]) -> None:
@@ -293,15 +293,20 @@ class Uploads:
             upload.touched = self._clock()
 
     async def _rebuild(self, upload: Upload, stored: StoredVersion) -> None:
-        fresh = [part for digest, part in upload.delta_parts.items() if digest not in upload.tried]
-        if not fresh or stored.committed or not stored.version.complete:
+        digests = stored.version.digests
+        fresh = {
+            digest: part
+            for digest, part in upload.delta_parts.items()
+            if digest not in upload.tried and all(digests[part.first_shard : part.shards.stop])
+        }
+        if not fresh or stored.committed:
             return
-        upload.tried |= upload.delta_parts.keys()
+        upload.tried |= fresh.keys()
         await self._settle(stored)
         try:
             from relay.uploaded_deltas import rebuild_all, rebuildable  # loads the codec
 
-            found = rebuildable(fresh, stored, await in_thread(self.on_disk))
+            found = rebuildable(fresh.values(), stored, await in_thread(self.run.on_disk))
             done = await rebuild_all(self.run, stored, found)
         except (ShardcastError, ImportError) as error:  # ImportError: the codec is not built
             log.warning("run %s: nothing comes from uploaded deltas: %s", self.run.name, error)
@@ -313,12 +318,6 @@ class Uploads:
                 done,
                 stored.version.number,
             )
-
-    def on_disk(self) -> list[StoredVersion]:
-        """Return every version on disk, newest first. Blocking."""
-        store = self.run.store
-        numbers = sorted({*store.committed(), *store.staged()}, reverse=True)
-        return [stored for number in numbers if (stored := store.stored(number)) is not None]
 
     def shard(self, digest: str) -> tuple[StoredVersion, int] | None:
         """Return where an uploaded shard goes."""
@@ -378,8 +377,10 @@ class Uploads:
             return [ref.layout]
         absent = [digest for digest in ref.parts if digest not in upload.parts]
         await self._settle(upload.stored)
-        named = {d for p in ref.parts if p in upload.parts for d in upload.parts[p].shard_digests}
-        absent += [digest for digest in _missing(upload.stored) if digest in named]
+        here = upload.stored.present()
+        for part in (upload.parts[digest] for digest in ref.parts if digest in upload.parts):
+            shards = zip(part.shards, part.shard_digests, strict=True)
+            absent += [digest for shard, digest in shards if shard not in here]
         for delta in ref.deltas:
             absent += await self._lacking_deltas(delta.parts)
         return absent
@@ -405,7 +406,7 @@ class Uploads:
             if upload.stored is stored and upload.copying is not None:
                 await asyncio.wait([upload.copying])
         if stored.missing() and not stored.committed:
-            await copy_local(self.run, stored, await in_thread(self.on_disk))
+            await copy_local(self.run, stored, await in_thread(self.run.on_disk))
 
     def announced(self, head: Head) -> None:
         """Forget uploads that a head has announced, or passed by."""

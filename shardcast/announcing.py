@@ -124,6 +124,32 @@ def announce(
     return envelope
 
 
+def give_up_open(
+    run: RunStore, signers: Sequence[Signer], now_ms: int, expiry_ms: int
+) -> Head | None:
+    """Say that the version which the stored head names as open will not come; return the new head.
+
+    Its number stays used: readers remember its layout, and so does this store.
+
+    Raises:
+        TrustError: If the stored head is not what was accepted last.
+        DiskError: If the system refuses.
+    """
+    data, state = run.read_head(), run.read_trust()
+    if data is None:
+        return None
+    if state is None:  # killed between the first head and its trust
+        state = trust.fresh(run.run, [signer.public_key for signer in signers])
+    accepted = trust.accept(state, data, now_ms)
+    if accepted.head.open is None:
+        return accepted.head
+    run.write_trust(accepted.state)
+    issue = issue_for(run.run, signers, now_ms, expiry_ms)
+    head = succession.with_open(accepted.head, issue, None)
+    announce(run, head, signers, issue)
+    return head
+
+
 def amend(
     run: RunStore,
     signers: Sequence[Signer],

@@ -82,6 +82,7 @@ class HttpSession:
         self._headers = dict(headers or {})
         self._tls = tls
         self._idle: dict[str, list[_Line]] = {}
+        self._closed = False
 
     async def get(self, endpoint: Endpoint, path: str, *, limit: int, timeout_s: float) -> Answer:
         """Get ``path`` (below the endpoint's prefix). Cancellation closes the connection.
@@ -221,14 +222,15 @@ class HttpSession:
         return None
 
     def _put(self, endpoint: Endpoint, line: _Line, *, keep: bool) -> None:
-        if keep:
+        if keep and not self._closed:
             line.idle_since = time.monotonic()
             self._idle.setdefault(endpoint.url, []).append(line)
         else:
             line.writer.transport.abort()
 
     async def close(self) -> None:
-        """Close every connection."""
+        """Close every connection: idle ones now, one in use when its request ends."""
+        self._closed = True
         lines = [line for idle in self._idle.values() for line in idle]
         self._idle.clear()
         for line in lines:

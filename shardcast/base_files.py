@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from typing import Final
 
-from shardcast.errors import IntegrityError, MalformedError, ShardcastError
+from shardcast.errors import IntegrityError, MalformedError
 from shardcast.store.files import disk_errors, read_into
 from shardcast.store.stored import ShardState, StoredVersion
 
@@ -19,7 +19,7 @@ _MAX_OPEN: Final = 8
 
 
 class BaseFiles:
-    """A base's bytes, for one frame (``codec.encode.BaseReader``).
+    """A base's bytes, for one frame (``codec.encode.BaseReader``), or for one after the other.
 
     Attributes:
         touched: The shards of the base that were read from.
@@ -70,6 +70,10 @@ class BaseFiles:
                 raise IntegrityError(f"{entry.path} is shorter than it should be")
         return buffer
 
+    def rewind(self) -> None:
+        """Begin the next frame: what was returned before is overwritten."""
+        self._used = 0
+
     def _buffer(self, length: int) -> memoryview:
         if self._used + length > len(self._arena):
             return memoryview(bytearray(length))  # ranges are asked for twice: not by our frames
@@ -87,17 +91,3 @@ class BaseFiles:
         """Close the files."""
         while self._files:
             os.close(self._files.popitem()[1])
-
-
-def decoded(data: memoryview, length: int, reader: BaseFiles) -> tuple[memoryview, str]:
-    """Return what a frame rebuilds, and why that is nothing."""
-    from shardcast.codec.decode import decode_frame
-
-    try:
-        return memoryview(decode_frame(data, length, reader)), ""
-    except ShardcastError as error:
-        return memoryview(b""), error.message
-    except Exception as error:  # a bug of the decoder costs bytes, never the pull
-        return memoryview(b""), f"{type(error).__name__}: {error}"
-    finally:
-        reader.close()

@@ -21,14 +21,11 @@ from shardcast.errors import (
     TrustError,
 )
 from shardcast.fetch import MemorySink, Transfer
-from shardcast.protocol.delta import DeltaPart, assemble_deltas, decode_delta_part
-from shardcast.protocol.head import DeltaRef, VersionRef
+from shardcast.protocol.delta import CODECS, DeltaPart, assemble_deltas, decode_delta_part
+from shardcast.protocol.head import DeltaRef, OpenDeltaRef, OpenRef, VersionRef
 from shardcast.protocol.limits import MAX_DOCUMENT_BYTES
 from shardcast.protocol.manifest import Version
 from shardcast.protocol.plan import Delta
-
-CODECS: Final = frozenset({"scf/1"})
-"""The frame formats that this program decodes."""
 
 MAX_PARTS_BYTES: Final = 4 * MAX_DOCUMENT_BYTES
 """Parts of one delta in memory: more than 62 GB in frames of one shard each need."""
@@ -104,9 +101,39 @@ class DeltaDocuments:
             found += [Delta(number, part) for part in parts]
         return found
 
+    def fetch_open(
+        self,
+        ref: OpenRef,
+        version: Version,
+        bases: Mapping[str, Base],
+        open_pool: OpenPool,
+        *,
+        count: Callable[[int], None] = lambda n: None,
+    ) -> list[Delta] | None:
+        """Return what is announced of a delta to an open version, from a base that is whole here.
+
+        What cannot be had yet is left out: there will be another head.
+
+        Returns:
+            None if no such delta comes: plain shards are all that can be fetched ahead.
+
+        Raises:
+            TransferCancelledError: If it was cancelled.
+        """
+        for delta in ref.deltas:
+            base = None if delta.base is None else bases.get(delta.base)
+            if base is None or base.share < 1.0:
+                continue
+            try:
+                parts = self._parts(delta, version, open_pool, count)
+            except (MalformedError, TrustError, _PartLostError):
+                return []
+            return [Delta(base.number, part) for part in parts]
+        return None
+
     def _parts(
         self,
-        delta: DeltaRef,
+        delta: DeltaRef | OpenDeltaRef,
         version: Version,
         open_pool: OpenPool,
         count: Callable[[int], None],
@@ -127,7 +154,8 @@ class DeltaDocuments:
                 if digest in self._missing:
                     raise _PartLostError(digest, self._missing[digest][1])
         try:
-            got = _get(missing, open_pool, count)
+            instead = version.layout.total_bytes // len(delta.parts)
+            got = _get(missing, open_pool, count, instead)
         except _PartLostError as lost:
             with self._lock:
                 self._missing[lost.digest] = (self._clock() + MISSING_S, lost.error)
@@ -135,7 +163,9 @@ class DeltaDocuments:
         known |= {digest: decode_delta_part(data) for digest, data in got.items()}
         with self._lock:
             self._known |= known
-            for digest in list(self._known)[: max(len(self._known) - _REMEMBERED, 0)]:
+            # An open version lists more and more parts: none of them is asked for at every head.
+            most = max(_REMEMBERED, len(delta.parts))
+            for digest in list(self._known)[: max(len(self._known) - most, 0)]:
                 del self._known[digest]
         parts = [known[digest] for digest in delta.parts]
         for part in parts:
@@ -145,9 +175,15 @@ class DeltaDocuments:
 
 
 def _get(
-    digests: Sequence[str], open_pool: OpenPool, count: Callable[[int], None]
+    digests: Sequence[str], open_pool: OpenPool, count: Callable[[int], None], instead: int
 ) -> dict[str, bytes]:
     """Return documents by digest; each is optional, so none makes this wait for long.
+
+    Args:
+        digests: Which.
+        open_pool: Makes the pool that fetches.
+        count: Called with the bytes that came.
+        instead: About how many bytes of shards each of them saves.
 
     Raises:
         LimitError: If they are too large in all.
@@ -170,7 +206,8 @@ def _get(
             def lose(error: ShardcastError, digest: str = digest) -> None:
                 lost.append(_PartLostError(digest, error))
 
-            pool.submit(digest, None, sink, name=f"delta part {digest}", done=keep, lost=lose)
+            name = f"delta part {digest}"
+            pool.submit(digest, None, sink, name=name, done=keep, lost=lose, instead=instead)
         try:
             pool.finish()
         finally:

@@ -18,11 +18,18 @@ from shardcast.cancel import Cancel
 from shardcast.codec.decode import decode_frame
 from shardcast.codec.spans import Tensor, header_bytes, read_tensors
 from shardcast.config import NetConfig
-from shardcast.deltas import CODEC, Tensors
+from shardcast.deltas import Tensors
 from shardcast.errors import IntegrityError, MalformedError, NotFoundError, ShardcastError
 from shardcast.fetch import BlobSource, MemorySink, Transfer
-from shardcast.protocol.delta import DeltaPart, assemble_deltas, decode_delta_part
-from shardcast.protocol.digest import digest_of
+from shardcast.frames import checked_shards
+from shardcast.protocol.delta import (
+    CODECS,
+    DeltaBlob,
+    DeltaPart,
+    FrameAt,
+    assemble_deltas,
+    decode_delta_part,
+)
 from shardcast.protocol.head import DeltaRef, VersionRef
 from shardcast.protocol.limits import MAX_DOCUMENT_BYTES, MIB
 from shardcast.protocol.manifest import Version
@@ -95,7 +102,7 @@ def cheapest(deltas: Sequence[InspectedDelta], bases: Sequence[str]) -> Inspecte
     usable = [
         delta
         for delta in deltas
-        if delta.problem is None and delta.ref.base in bases and set(delta.codecs) <= {CODEC}
+        if delta.problem is None and delta.ref.base in bases and set(delta.codecs) <= CODECS
     ]
     if not usable:
         raise NotFoundError("the version has no delta whose base the head retains")
@@ -202,19 +209,18 @@ class _Job:
     """Consecutive shards: a blob that rebuilds them, or none."""
 
     shards: range
-    digest: str | None = None
-    length: int = 0
-    frames: tuple[tuple[int, int], ...] = ()
+    blob: DeltaBlob | None = None
+    frames: tuple[FrameAt, ...] = ()
 
     def look(
         self, source: BlobSource, run: str, new: _Remote, old: _Remote, stopping: Stopping
     ) -> Iterator[_Look]:
         """Yield the shards, a few at a time: their bytes (None: the base has them), their frame."""
-        if self.digest is None:
+        if self.blob is None:
             yield from self._plain(new, old)
         else:
-            blob = _fetch(source, run, self.digest, self.length, self.length)
-            yield from self._rebuilt(blob, new.version, old, stopping)
+            data = _fetch(source, run, self.blob.digest, self.blob.bytes, self.blob.bytes)
+            yield from self._rebuilt(data, new.version, old, stopping)
 
     def _plain(self, new: _Remote, old: _Remote) -> Iterator[_Look]:
         known = frozenset(old.version.digests)
@@ -228,26 +234,20 @@ class _Job:
     def _rebuilt(
         self, blob: bytes, target: Version, old: _Remote, stopping: Stopping
     ) -> Iterator[_Look]:
-        at, shard = 0, self.shards.start
-        for count, length in self.frames:
+        digest = "" if self.blob is None else self.blob.digest
+        for frame in self.frames:
             if stopping():
                 return
-            frame, shards = blob[at : at + length], range(shard, shard + count)
-            at, shard = at + length, shards.stop
-            extents = [target.layout.extent(one) for one in shards]
-            data = memoryview(decode_frame(frame, sum(e.length for e in extents), old))
-            start = 0
-            for extent in extents:
-                if (
-                    digest_of(bytes(data[start : start + extent.length]))
-                    != (target.digests[extent.shard])
-                ):
+            encoded = blob[frame.offset : frame.offset + frame.length]
+            extents = [target.layout.extent(shard) for shard in frame.shards]
+            data = memoryview(decode_frame(encoded, sum(e.length for e in extents), old))
+            for extent, piece in checked_shards(data, extents, target, frame.shards):
+                if piece is None:
                     raise IntegrityError(
-                        f"a frame of blob {self.digest} gives other bytes for shard "
-                        f"{extent.shard} of version {target.number} than were signed"
+                        f"a frame of blob {digest} gives other bytes for shard {extent.shard} of "
+                        f"version {target.number} than were signed"
                     )
-                start += extent.length
-            yield shards, data, frame
+            yield frame.shards, data, encoded
 
 
 def _jobs(target: Version, parts: Sequence[DeltaPart]) -> Iterator[_Job]:
@@ -257,10 +257,10 @@ def _jobs(target: Version, parts: Sequence[DeltaPart]) -> Iterator[_Job]:
         if part.first_shard > shard:
             yield _Job(range(shard, part.first_shard))
         shard = part.first_shard
-        for blob in part.blobs:
-            stop = shard + sum(count for count, _ in blob.frames)
-            yield _Job(range(shard, stop), blob.digest, blob.bytes, tuple(blob.frames))
-            shard = stop
+        for blob, frames in part.placed():
+            shards = range(shard, frames[-1].shards.stop)
+            yield _Job(shards, blob, frames)
+            shard = shards.stop
     if shard < target.layout.shard_count:
         yield _Job(range(shard, target.layout.shard_count))
 

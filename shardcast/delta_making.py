@@ -34,6 +34,7 @@ from shardcast.deltas import (
 )
 from shardcast.errors import IntegrityError, MalformedError, ShardcastError
 from shardcast.hashing import ShardHash, default_threads
+from shardcast.protocol.delta import DeltaPart
 from shardcast.protocol.layout import Layout
 from shardcast.protocol.manifest import Version
 from shardcast.sharing import Stopping, share_out
@@ -130,6 +131,46 @@ class DeltaMaker:
         self._good_base: dict[int, bool] = {}
         self._left_out: dict[str, set[int]] = {}
         self._failure: str | None = None
+        self._kept: set[str] = set()
+        self._used_bytes = self._covered_bytes = 0
+
+    @property
+    def base(self) -> Version | None:
+        """The version that it starts from."""
+        return None if self._base is None else self._base.version
+
+    @property
+    def promising(self) -> bool:
+        """Whether it is worth waiting for: until now it brings most of the bytes, or the base has them."""
+        with self._progress:
+            most = self._covered_bytes >= _KNOWN_SHARE * self._used_bytes
+            return self._failure is None and most
+
+    @property
+    def told_before(self) -> int:
+        """The shard before which ``fresh`` has returned all that there is."""
+        with self._progress:
+            if self._failure is not None or self._next >= len(self._order):
+                end = self._layout.shard_count
+            else:
+                end = next(start for start, n in self._order.items() if n == self._next)
+            untold = None if self._failure is not None else self._packer.untold()
+            return end if untold is None else min(untold, end)
+
+    def fresh(self) -> list[DeltaPart]:
+        """Return what is kept and was not returned before: parts for a version that streams.
+
+        The finished delta has the same blobs, listed in other parts. A call while ``use`` is
+        called elsewhere is fine.
+        """
+        with self._progress:
+            blobs = [] if self._failure is not None else list(self._packer.cut())
+        try:
+            self._keep_all(blobs)
+        except ShardcastError as error:
+            self._fail(str(error))
+        with self._progress:
+            return [] if self._failure is not None else self._packer.fresh(self._kept)
 
     def notes(self) -> list[str]:
         """Return what people should know about the delta: what it lacks, and why."""
@@ -158,6 +199,14 @@ class DeltaMaker:
             return
         digests = {shard: found.digest for shard, found in zip(run, hashes, strict=True)}
         frames = self._frames(run, data, digests)
+        with self._progress:
+            covered = {shard for frame in frames for shard in frame.shards}
+            self._used_bytes += len(data)
+            self._covered_bytes += sum(
+                self._layout.extent(shard).length
+                for shard, digest in digests.items()
+                if shard in covered or digest in self._known
+            )
         try:
             self._deliver(number, frames)
         except ShardcastError as error:  # the disk is full: the version may still find room
@@ -174,8 +223,9 @@ class DeltaMaker:
         if self._failure is not None:
             return None
         try:
-            for digest, blob in self._packer.finish():
-                self._keep(digest, blob)
+            with self._progress:
+                blobs = list(self._packer.finish())
+            self._keep_all(blobs)
         except ShardcastError as error:
             self._fail(str(error))
             return None
@@ -294,8 +344,13 @@ class DeltaMaker:
                     blobs += self._packer.add(frame)
                 self._next += 1
             self._progress.notify_all()
+        self._keep_all(blobs)
+
+    def _keep_all(self, blobs: Sequence[tuple[str, bytes]]) -> None:
         for digest, data in blobs:
             self._keep(digest, data)
+            with self._progress:
+                self._kept.add(digest)
 
     def _leave_out(self, shards: Sequence[int], why: str) -> None:
         with self._progress:

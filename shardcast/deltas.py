@@ -8,6 +8,7 @@ follow each other are listed in one part.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -15,18 +16,18 @@ from typing import Final
 from shardcast.codec.encode import Piece
 from shardcast.codec.frame import MAX_FRAME_BYTES
 from shardcast.codec.spans import OldFile, Span, Tensor, file_spans, pieces_between
-from shardcast.protocol.delta import DeltaBlob, DeltaPart, encode_delta_part
+from shardcast.protocol.delta import CODEC, DeltaBlob, DeltaPart, encode_delta_part
 from shardcast.protocol.digest import digest_of
 from shardcast.protocol.head import DeltaRef
 from shardcast.protocol.layout import Layout
 from shardcast.protocol.limits import MAX_PART_SHARDS
 from shardcast.protocol.manifest import Version
 
-CODEC: Final = "scf/1"
-"""The frame format, as delta parts name it (``shardcast.codec.frame``)."""
-
 BLOB_BYTES: Final = 2 << 20
 """A blob is cut when it has reached this: pulled in parallel, decoded as it arrives."""
+
+LEAST_BLOB_BYTES: Final = 64 << 10
+"""A blob may be cut so early where readers wait for it: an open version."""
 
 MAX_PART_BLOBS: Final = 4096
 """A part that lists so many blobs is about half a megabyte."""
@@ -177,13 +178,18 @@ class MadeFrame:
 
 @dataclass(slots=True)
 class _OpenPart:
-    """A part that grows: blobs that are whole, and the frames of the next one."""
+    """A part that grows: blobs that are whole, and the frames of the next one.
+
+    Of its blobs the first ``told`` have been told of; they rebuild the shards before ``told_stop``.
+    """
 
     first_shard: int
     stop: int
     blobs: list[DeltaBlob] = field(default_factory=list)
     frames: list[MadeFrame] = field(default_factory=list)
     saved: int = 0
+    told: int = 0
+    told_stop: int = 0
 
 
 class Packer:
@@ -218,7 +224,8 @@ class Packer:
         part = self._parts[-1] if self._parts else None
         if part is None or part.stop != frame.shards.start or len(part.blobs) >= MAX_PART_BLOBS:
             yield from self.finish()
-            part = _OpenPart(frame.shards.start, frame.shards.start)
+            start = frame.shards.start
+            part = _OpenPart(start, start, told_stop=start)
             self._parts.append(part)
         part.frames.append(frame)
         part.stop = frame.shards.stop
@@ -231,20 +238,42 @@ class Packer:
         if self._parts and self._parts[-1].frames:
             yield _cut(self._parts[-1])
 
+    def cut(self) -> Iterator[tuple[str, bytes]]:
+        """Yield the blob that is not full, if it is worth a request already."""
+        part = self._parts[-1] if self._parts else None
+        if part is not None and sum(len(one.data) for one in part.frames) >= LEAST_BLOB_BYTES:
+            yield _cut(part)
+
+    def fresh(self, kept: Collection[str]) -> list[DeltaPart]:
+        """Return parts that nobody was told of, of the blobs that are kept; in no wise the last ones."""
+        found: list[DeltaPart] = []
+        for part in self._parts:
+            blobs = list(itertools.takewhile(lambda b: b.digest in kept, part.blobs[part.told :]))
+            if blobs:
+                found.append(self._part(part.told_stop, blobs))
+                part.told += len(blobs)
+                part.told_stop = found[-1].shards.stop
+        return found
+
+    def untold(self) -> int | None:
+        """Return the first shard of what ``fresh`` has not returned yet, None if there is nothing."""
+        left = (p.told_stop for p in self._parts if p.told < len(p.blobs) or p.frames)
+        return min(left, default=None)
+
     def parts(self) -> list[DeltaPart]:
         """Return the parts, once ``finish`` has been called: those worth most, in shard order."""
         best = sorted(self._parts, key=lambda part: part.saved, reverse=True)[:MAX_PARTS]
         best.sort(key=lambda part: part.first_shard)
-        return [
-            DeltaPart(
-                layout=self._layout,
-                base=self._base,
-                codec=CODEC,
-                first_shard=part.first_shard,
-                blobs=part.blobs,
-            )
-            for part in best
-        ]
+        return [self._part(part.first_shard, part.blobs) for part in best]
+
+    def _part(self, first_shard: int, blobs: list[DeltaBlob]) -> DeltaPart:
+        return DeltaPart(
+            layout=self._layout,
+            base=self._base,
+            codec=CODEC,
+            first_shard=first_shard,
+            blobs=blobs,
+        )
 
 
 def _cut(part: _OpenPart) -> tuple[str, bytes]:

@@ -8,7 +8,7 @@ from typing import Protocol
 from shardcast.errors import MixAndMatchError
 from shardcast.fetch import MemorySink, Transfer
 from shardcast.protocol import trust
-from shardcast.protocol.head import VersionRef
+from shardcast.protocol.head import OpenRef, VersionRef
 from shardcast.protocol.layout import Layout, decode_layout
 from shardcast.protocol.limits import MAX_DOCUMENT_BYTES
 from shardcast.protocol.manifest import Manifest, Version, bound_parts, decode_manifest
@@ -78,6 +78,29 @@ class DocumentFetcher:
             bound_parts(layout, document.parts)
             self._ensure(document.parts, "a part")
             version = self._store.load_version(ref)
+        if version is None:
+            raise MixAndMatchError(f"documents of version {ref.version} vanished from the disk")
+        trust.check_version(state, version)
+        return version
+
+    def open(self, ref: OpenRef, state: trust.TrustState) -> Version:
+        """Return what an open version's documents say until now.
+
+        Raises:
+            NetworkError, IntegrityError: If no source delivers a document.
+            MalformedError: If one is none.
+            TrustError: If they do not belong together or contradict what was seen before.
+            DiskError: If they cannot be kept.
+        """
+        layout = decode_layout(self._get(ref.layout, "the layout"))
+        if (layout.run, layout.version) != (self._store.run, ref.version):
+            raise MixAndMatchError(
+                f"open version {ref.version} of run {self._store.run!r} has a layout of version "
+                f"{layout.version} of run {layout.run!r}"
+            )
+        bound_parts(layout, ref.parts)
+        self._ensure(ref.parts, "a part")
+        version = self._store.load_open(ref)
         if version is None:
             raise MixAndMatchError(f"documents of version {ref.version} vanished from the disk")
         trust.check_version(state, version)

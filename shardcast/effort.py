@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from shardcast.plan_work import Tally
 from shardcast.protocol.plan import worth_switching
+from shardcast.protocol.route import Route
 from shardcast.pulling import FetchPool
 from shardcast.ways import Wanted
 
@@ -38,13 +39,13 @@ class _Flight:
 class Effort:
     """Counts for one worker. One version is on its way at a time; any thread may ask."""
 
-    def __init__(self, price: Callable[[Wanted], int]) -> None:
+    def __init__(self, ahead: Callable[[Wanted], Route]) -> None:
         """Count from nothing.
 
         Args:
-            price: What the network must still carry for a version, with what is on disk now.
+            ahead: Returns the cheapest route to a version, with what is on disk now.
         """
-        self._price = price
+        self._ahead = ahead
         self._spent_bytes = 0
         self._wasted_bytes = 0
         self._flight: _Flight | None = None
@@ -76,14 +77,20 @@ class Effort:
     def switch_to(self, newer: Wanted) -> bool:
         """Decide whether to drop the version on its way for a newer one; if so, count the waste.
 
+        Never where the cheapest route to the newer one leads over it: what is half here would come
+        again, and nothing would be gained.
+
         Raises:
             StateError: If what is remembered of a version on disk is damaged.
         """
         flight = self._flight
         if flight is None:
             return False  # it was reached, or failed, meanwhile
-        left = max(self._price(flight.wanted) - flight.unverified_bytes, 0)
-        fresh = self._price(newer)
+        route = self._ahead(newer)
+        if route.leads_over(flight.wanted.version.number):
+            return False
+        left = max(self._ahead(flight.wanted).bytes - flight.unverified_bytes, 0)
+        fresh = route.bytes
         worth = worth_switching(
             left,
             fresh,

@@ -76,6 +76,7 @@ class WorkerEvent:
         bytes_hedged: Of those, what came twice because a slow request was raced by a second one
             (``READY``).
         bytes_delta: Of those, what came as deltas (``READY``).
+        bytes_ahead: Of those, what came before the version was announced whole (``READY``).
         via: Versions that were obtained on the way to it (``READY``).
         source: URL of the source it is about.
         engine: URL of the engine it is about.
@@ -96,6 +97,7 @@ class WorkerEvent:
     bytes_fetched: int | None = None
     bytes_hedged: int | None = None
     bytes_delta: int | None = None
+    bytes_ahead: int | None = None
     via: tuple[int, ...] = ()
     source: str | None = None
     engine: str | None = None

@@ -28,8 +28,10 @@ class Job:
         suspects: Sources whose hedge was wrong together with bytes of another, the generation of
             those, and the error: when they turn out good, the hedge was to blame.
         optional: There is another way to what it is for, so it is given up sooner.
+        instead: How many bytes that other way costs, None where that is not known.
         faults: How much each source failed because of it, and not in general, if it is optional.
         failing_since: When it failed first since it last came on, if it is optional.
+        put_off: What a source said of it the last time, if it is optional and that was an answer.
         lost: Why it was given up, None while it was not.
     """
 
@@ -46,8 +48,10 @@ class Job:
     won: Flight | None = None
     suspects: dict[str, tuple[int, IntegrityError]] = field(default_factory=dict)
     optional: bool = False
+    instead: int | None = None
     faults: dict[str, int] = field(default_factory=dict)
     failing_since: float | None = None
+    put_off: ShardcastError | None = None
     lost: ShardcastError | None = None
 
 

@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol
 from shardcast.errors import ShardcastError
 from shardcast.events import EventKind, WorkerEvent
 from shardcast.heads import HeadKeeper
-from shardcast.protocol.head import Head, VersionRef
+from shardcast.protocol.head import Head, OpenRef, VersionRef
 from shardcast.protocol.limits import SKEW_MS
 from shardcast.session import Obtained
 from shardcast.steps import Situation, Step, next_step
@@ -42,6 +42,10 @@ class Acts(Protocol):
 
         If so, what that throws away is counted: say it only once for each that is dropped.
         """
+        ...
+
+    async def fetch_ahead(self, ref: OpenRef) -> bool:
+        """Fetch some of what a head says of an open version; say whether there is more of it."""
         ...
 
     async def activate(self, ready: Obtained, *, busy: tuple[int, ...] = ()) -> Path:
@@ -102,6 +106,8 @@ class Follower:
         self._ready: Obtained | None = None
         self._activating: tuple[Obtained, asyncio.Task[Path]] | None = None
         self._resting: asyncio.Task[None] | None = None
+        self._ahead: tuple[OpenRef, asyncio.Task[bool]] | None = None
+        self._gone_through: OpenRef | None = None
         self._frozen = False
         self._held: int | None = None
 
@@ -127,7 +133,7 @@ class Follower:
     @property
     def _only_rests(self) -> bool:
         """Whether it rests after a failure and does nothing else."""
-        busy = self._obtaining or self._weighing or self._activating or self._ready
+        busy = self._obtaining or self._weighing or self._activating or self._ready or self._ahead
         return self._resting is not None and busy is None
 
     def _gives_way_now(self) -> bool:
@@ -151,6 +157,8 @@ class Follower:
             switch=self._weighed is not None and self._weighed[1],
             ready=None if self._ready is None else self._ready.ref.version,
             activating=None if self._activating is None else self._activating[0].ref.version,
+            ahead=None if self._ahead is None else self._ahead[0].version,
+            gone_through=self._gone_through,
         )
 
     def _perform(self, step: Step) -> bool:
@@ -162,6 +170,11 @@ class Follower:
             self._held = self._ready.ref.version
             self._emit_version(EventKind.HELD, self._ready.ref)
         begun = False
+        if step.drop and self._ahead is not None and not self._ahead[1].cancelling():
+            self._ahead[1].cancel()
+        if step.ahead is not None:
+            self._ahead = (step.ahead, asyncio.ensure_future(self._acts.fetch_ahead(step.ahead)))
+            begun = True
         if step.weigh is not None and self._weighing is None:
             weighing = asyncio.ensure_future(self._acts.supersedes(step.weigh))
             self._weighing = (step.weigh.version, weighing)
@@ -198,6 +211,12 @@ class Follower:
                 self._activated(ready, activation)
         if self._resting is not None and self._resting.done():
             self._resting = None
+        if self._ahead is not None and self._ahead[1].done():
+            opened, fetched = self._ahead
+            self._ahead = None
+            # What could not be had is tried again with the next head, or once the version is whole.
+            failed = fetched.cancelled() or fetched.exception() is not None
+            self._gone_through = None if not failed and fetched.result() else opened
 
     def _forget_weighing(self) -> None:
         """What was being weighed has ended: its weight does not matter any more."""
@@ -278,6 +297,7 @@ class Follower:
             None if self._obtaining is None else self._obtaining[1],
             None if self._weighing is None else self._weighing[1],
             None if self._activating is None else self._activating[1],
+            None if self._ahead is None else self._ahead[1],
             self._resting,
         ):
             if task is not None:
@@ -307,6 +327,8 @@ class Follower:
             tasks.append(self._weighing[1])
         if self._activating is not None:
             tasks.append(self._activating[1])
+        if self._ahead is not None:
+            tasks.append(self._ahead[1])
         if self._resting is not None:
             tasks.append(self._resting)
         for task in tasks:

@@ -19,6 +19,9 @@ from shardcast.store.files import COPY_CHUNK_BYTES, disk_errors, read_into, writ
 Progress = Callable[[int], None]
 """Called with the number of bytes done since the last call, from any thread."""
 
+Done = Callable[[int, "ShardHash"], None]
+"""Called with the number of a job and its hashes once it is done, from any thread."""
+
 
 @dataclass(frozen=True, slots=True)
 class ShardJob:
@@ -44,7 +47,11 @@ def default_threads() -> int:
 
 
 def hash_shards(
-    jobs: Sequence[ShardJob], *, threads: int | None = None, progress: Progress | None = None
+    jobs: Sequence[ShardJob],
+    *,
+    threads: int | None = None,
+    progress: Progress | None = None,
+    done: Done | None = None,
 ) -> list[ShardHash]:
     """Do all jobs and return their hashes in order.
 
@@ -58,7 +65,9 @@ def hash_shards(
     results: list[ShardHash | None] = [None] * len(jobs)
 
     def work(buffer: memoryview, number: int, stopping: Stopping) -> None:
-        results[number] = _hash_one(jobs[number], buffer, stopping, progress)
+        results[number] = found = _hash_one(jobs[number], buffer, stopping, progress)
+        if done is not None and not stopping():
+            done(number, found)
 
     share_out(
         range(len(jobs)),
@@ -87,6 +96,7 @@ def hash_runs(
     *,
     threads: int | None = None,
     progress: Progress | None = None,
+    done: Done | None = None,
 ) -> list[ShardHash]:
     """Do all jobs as ``hash_shards`` does, a run at a time, and use the bytes of each run.
 
@@ -96,6 +106,7 @@ def hash_runs(
         use: Gets exactly the bytes that were hashed, and written.
         threads: Other than one per core.
         progress: Called with bytes hashed since the last call.
+        done: Called for each job after the bytes of its run were used.
 
     Raises:
         ModifiedError, DiskError: As ``hash_shards``; and whatever ``use`` raises.
@@ -112,8 +123,11 @@ def hash_runs(
             found.append(_hash_one(job, piece, stopping, progress, keep=True))
             results[number] = found[-1]
             at += job.length
-        if not stopping():
+        if not stopping():  # else some hashes may be of the beginnings of their shards
             use(run, buffer[:at], found, stopping)
+            if done is not None:
+                for number, one in zip(run, found, strict=True):
+                    done(number, one)
 
     share_out(
         runs,

@@ -7,7 +7,7 @@ work on all cores while the network works.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -18,8 +18,9 @@ from shardcast.documents import OpenPool
 from shardcast.errors import BusyError, DiskFullError, IntegrityError
 from shardcast.hashing import default_threads
 from shardcast.plan_work import Damage, PlanWork, Shards, Tally, local_tasks
+from shardcast.protocol.limits import MIB
 from shardcast.protocol.manifest import Version
-from shardcast.protocol.plan import Delta, Holding, Plan, plan_version
+from shardcast.protocol.plan import Delta, Holding, Plan, network_share, plan_version
 from shardcast.rebuilding import DeltaFailure, Rebuilding
 from shardcast.store.files import disk_errors
 from shardcast.store.run import RunStore
@@ -28,6 +29,10 @@ from shardcast.store.version_files import make_files
 
 _ROUNDS: Final = 3
 """Plans made for one version: a later one is needed where a disk changes under our hands."""
+
+AHEAD_BYTES: Final = 128 * MIB
+"""What is fetched ahead in one go: enough to keep the connections busy, and soon over when the version
+is announced whole, which is planned anew."""
 
 
 class Obtainer:
@@ -94,6 +99,41 @@ class Obtainer:
                     source.release_lease()
         return stored
 
+    def fetch_ahead(self, version: Version, deltas: Sequence[Delta] | None) -> bool:
+        """Fetch some shards of an open version; what is on this disk is left for ``obtain``.
+
+        Args:
+            version: What is known of it.
+            deltas: What is announced of a delta that leads to it: what that does not bring is not
+                fetched ahead. None: no delta comes, and shards are fetched as they are.
+
+        Returns:
+            Whether there was anything to fetch: then there may be more.
+
+        Raises:
+            ShardcastError: As ``obtain``.
+        """
+        with disk_errors(self._store.root, f"fetching ahead of version {version.number}"):
+            sources = self._lease_sources(version.number)
+            try:
+                stored, found = self._prepare(version, sources)
+                with stored.lease():
+                    if found:
+                        self._confirm(stored)
+                    holdings = [_holding(source) for source in sources]
+                    plan = network_share(
+                        plan_version(version, stored.present(), holdings, deltas or ()),
+                        AHEAD_BYTES,
+                        plain=deltas is None,
+                    )
+                    if not plan.deltas and not plan.fetches:
+                        return False
+                    self._perform(plan, stored, {s.version.number: s for s in sources})
+            finally:
+                for source in sources:
+                    source.release_lease()
+        return True
+
     def _complete(
         self,
         version: Version,
@@ -154,6 +194,8 @@ class Obtainer:
             return self._stage_anew(version, sources), False
         stored = store.stage(version, files=False)
         if not stored.committed:
+            if version.complete:
+                self._link_unchanged(version, stored.directory, sources, stored.present())
             self._recycle(version, stored.directory)
         elif stored.damaged is not None:
             error = IntegrityError(stored.damaged, source=str(stored.directory))
@@ -168,18 +210,34 @@ class Obtainer:
         directory = self._store.staging_directory(version.number)
         if directory.exists():
             self._store.evict(version.number)
-        committed = {s.version.number: s for s in sources if s.committed}
-        holdings = [_holding(source) for source in committed.values()]
-        for reuse in plan_version(version, (), holdings).files:
-            source = committed[reuse.source_version]
-            target = directory / version.layout.files[reuse.file].path
-            with disk_errors(target, "linking"):
-                target.parent.mkdir(parents=True, exist_ok=True)
-            with suppress(OSError):  # no hard links here: it is copied like everything else
-                os.link(source.directory / reuse.source_path, target, follow_symlinks=False)
+        self._link_unchanged(version, directory, sources, ())
         self._recycle(version, directory)
         self._with_room(version, directory, sources)
         return self._store.stage(version, files=False)
+
+    def _link_unchanged(
+        self,
+        version: Version,
+        directory: Path,
+        sources: Sequence[StoredVersion],
+        done: Collection[int],
+    ) -> None:
+        """Make links of files of which a committed version has all the bytes, and we have none.
+
+        The place that was reserved for one while the version was open is given back.
+        """
+        committed = {s.version.number: s for s in sources if s.committed}
+        holdings = [_holding(source) for source in committed.values()]
+        for reuse in plan_version(version, done, holdings).files:
+            original = committed[reuse.source_version].directory / reuse.source_path
+            target = directory / version.layout.files[reuse.file].path
+            aside = self._store.temporary(f"link-{reuse.file}")
+            with disk_errors(target, "linking"):
+                target.parent.mkdir(parents=True, exist_ok=True)
+            with suppress(OSError):  # no hard links here: it is copied like everything else
+                os.link(original, aside, follow_symlinks=False)
+                os.replace(aside, target)
+                aside.unlink(missing_ok=True)  # rename does nothing where both are one file
 
     def _recycle(self, version: Version, directory: Path) -> None:
         """Overwrite files of an evicted version instead of making new ones, where that is safe."""
@@ -223,7 +281,8 @@ class Obtainer:
             self._all(confirm, shards)
         # What this process has looked at before and found bad need not be hashed again.
         if stored.committed or shards or not present:
-            self._all(salvage, [s for s in stored.missing() if stored.written(s)])
+            missing = [s for s in stored.missing() if digests[s] is not None]
+            self._all(salvage, [s for s in missing if stored.written(s)])
 
     # --- the plan ---------------------------------------------------------------------------
 

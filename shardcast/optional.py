@@ -1,15 +1,16 @@
 """When a blob that a pull can do without is given up: pure.
 
 Deltas are optional: plain shards do without them. A delta blob is given up after a few answers that
-were about itself: 404, wrong bytes, cut off by a source that is well; and when it has only been put
-off (503) for a quarter of the time after which a pull fails: a relay whose own parents do not have it
-says so for ever, but to one that is merely busy shards would be far more work. A network that is gone is no
-reason.
+were about itself: 404, wrong bytes, cut off by a source that is well. One that is put off (503, 429) is
+waited for about as long as doing without it would take: a relay whose own parents do not have it says
+so for ever, but to one that is merely busy shards are far more work. So the wait at most doubles what
+it costs (the rent-or-buy rule), and it never exceeds a quarter of the time after which a pull fails. A
+network that is gone is no reason.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from shardcast.config import NetConfig
@@ -28,6 +29,10 @@ _ENOUGH: Final = 3
 """Faults after which a source has had its say about a blob."""
 
 _WAIT_SHARE: Final = 0.25
+_SHORTEST_WAIT_S: Final = 2.0
+"""Busy servers say "in a second": they are asked once more."""
+_UNKNOWN_RATE: Final = 10e6
+"""Bytes per second that sources are believed to give together before anything was measured."""
 
 _ANSWERS: Final = (SourceStatusError, WrongAnswerError, IntegrityError, MalformedError)
 
@@ -51,17 +56,29 @@ def fault(error: ShardcastError, failures_in_row: int, *, answered: bool) -> int
     return 1
 
 
-def waited_enough(error: ShardcastError, since: float, now: float, config: NetConfig) -> bool:
-    """Say whether a blob that a source puts off, or fails to send, has been waited for enough.
+def is_answer(error: ShardcastError) -> bool:
+    """Say whether a failure is something that a source said of the blob: it lives, and has it not."""
+    return isinstance(error, _ANSWERS)
+
+
+def is_alive(rating: Rating) -> bool:
+    """Say whether a source is neither dead nor banned."""
+    return rating.failures < DEAD_AFTER and not rating.banned
+
+
+def patience(instead: int | None, ratings: Iterable[Rating], config: NetConfig) -> float:
+    """Return for how many seconds blobs that sources put off are waited for.
 
     Args:
-        error: How it failed now.
-        since: When it failed first since it came on.
-        now: The time.
+        instead: Bytes to fetch in place of all that is put off; None: not known.
+        ratings: What is believed of the sources.
         config: Bounds.
     """
-    spoke = isinstance(error, _ANSWERS)
-    return spoke and now - since > config.give_up_after_s * _WAIT_SHARE
+    longest = config.give_up_after_s * _WAIT_SHARE
+    if instead is None:
+        return longest
+    rate = sum(r.bandwidth for r in ratings if r.bandwidth and is_alive(r)) or _UNKNOWN_RATE
+    return min(longest, max(_SHORTEST_WAIT_S, instead / rate))
 
 
 def is_lost(faults: Mapping[str, int], ratings: Mapping[str, Rating]) -> bool:

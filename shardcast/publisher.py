@@ -1,7 +1,8 @@
 """Publish a checkpoint directory into a store on this machine.
 
 Order, and what a crash leaves behind: files are staged and hashed (leftovers in
-``state/staging``) and what changed since the version before becomes delta blobs (in ``blobs/``, named by
+``state/staging``); meanwhile heads say what is ready of the open version, if that takes longer than a
+moment (the next publication says that it was given up, and uses another number); and what changed since the version before becomes delta blobs (in ``blobs/``, named by
 nothing yet: the next publication collects them); delta parts, then the version's own documents are
 written to ``blobs/`` (harmless), the version is renamed to ``versions/N`` (not announced: the next
 publication removes it), ``head.json`` is replaced (the commit point), trust is remembered (a head newer
@@ -15,7 +16,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from shardcast.announcing import announce, issue_for, last_head, publishing
+from shardcast.announcing import announce, give_up_open, issue_for, last_head, publishing
 from shardcast.delta_publishing import delta_bases, further_deltas, leased
 from shardcast.errors import (
     ShardcastError,
@@ -38,6 +39,8 @@ from shardcast.staging import stage_files, take_back
 from shardcast.store.retention import Collected, collect, unreachable_versions
 from shardcast.store.roles import claim_for_publishing
 from shardcast.store.run import RunStore
+from shardcast.store.stored import Durability
+from shardcast.stream_publishing import LocalOutlet, Stream
 
 
 def publish_directory(
@@ -71,22 +74,31 @@ def publish_directory(
         selection = settled_selection(options)
         head = last_head(run, signers, now_ms())
         number = _free_number(run, head)
+        if head is not None and head.open is not None:  # its publisher was killed
+            given_up = head.open.version
+            head = give_up_open(run, signers, now_ms(), options.expiry_ms)
+            run.evict(given_up)
         watch.selected(selection)
         previous = _previous_layout(run, head)
         layout = plan_layout(options, selection, run.run, number, previous, now_ms())
         bases = delta_bases(options, run, head)
-        with leased(bases.get(1), watch) as base:
-            staged = stage_files(options, run, layout, selection, base, watch)
-        stored = staged.stored
-        try:
-            run.commit(number, options.durability)
-        except BaseException:
-            take_back(run, number)
-            raise
+        outlet = LocalOutlet(options, run, signers, now_ms, layout, head)
+        stream = Stream(layout, outlet, options.stream, watch)
+        with outlet.or_given_up():
+            with leased(bases.get(1), watch) as base:
+                staged = stage_files(options, run, layout, selection, base, watch, stream)
+            stored = staged.stored
+            try:
+                if options.durability is Durability.SYNC:
+                    stream.settle()
+                run.commit(number, options.durability)
+            except BaseException:
+                take_back(run, number)
+                raise
         deltas = () if staged.delta is None else (staged.delta,)
         ref = reference(staged.documents.version, deltas)
         issue = issue_for(run.run, signers, now_ms(), options.expiry_ms)
-        head = succession.with_version(head, issue, ref, keep=options.keep)
+        head = succession.with_version(outlet.head, issue, ref, keep=options.keep)
         announce(run, head, signers, issue)
         further = further_deltas(options, stored, bases, run.write_blob, watch)
         if further:
@@ -97,7 +109,15 @@ def publish_directory(
             ref = head.ref(number) or ref
         collected = _collect(run)
     return Published(
-        run.run, ref, stored.directory, selection, 0, staged.method, collected, (*deltas, *further)
+        run.run,
+        ref,
+        stored.directory,
+        selection,
+        0,
+        staged.method,
+        collected,
+        (*deltas, *further),
+        stream.heads,
     )
 
 

@@ -35,6 +35,7 @@ from shardcast.protocol.manifest import Version, encode_manifest
 from shardcast.sources import Selection, select_files
 from shardcast.store.retention import Collected
 from shardcast.store.stored import Durability
+from shardcast.streaming import Pace
 
 DEFAULT_KEEP: Final = 4
 _TICKS_NS: Final = 20_000_000
@@ -61,6 +62,7 @@ class PublishOptions:
         compress: Whether to announce a compressed copy, too.
         take_over: Make the store an origin's, even if it is a relay's.
         refuse_nonfinite: Publish nothing if a tensor holds NaN or an infinity.
+        stream: How often the version is announced while it is made; None: only once it is whole.
     """
 
     source: Path
@@ -79,6 +81,7 @@ class PublishOptions:
     compress: bool = False
     take_over: bool = False
     refuse_nonfinite: bool = False
+    stream: Pace | None = field(default_factory=Pace)
 
     def __post_init__(self) -> None:
         """Check what would otherwise be found out after everything was hashed.
@@ -171,6 +174,7 @@ class Published:
         method: ``clone``, ``copy``, ``link`` or ``upload``.
         collected: What retention removed, or None.
         deltas: The deltas that were announced.
+        streamed: How many heads said what was ready before it was whole.
     """
 
     run: str
@@ -181,6 +185,7 @@ class Published:
     method: str
     collected: Collected | None
     deltas: tuple[Delta, ...] = ()
+    streamed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

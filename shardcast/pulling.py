@@ -188,6 +188,7 @@ class FetchPool:
         done: Callable[[Transfer], None],
         limit: int = MAX_DOCUMENT_BYTES,
         lost: Callable[[ShardcastError], None] | None = None,
+        instead: int | None = None,
     ) -> None:
         """Fetch a blob.
 
@@ -199,9 +200,10 @@ class FetchPool:
             done: Called from a fetching thread once the digest matched.
             limit: Most bytes that it may have.
             lost: The blob is optional; this is called, from a fetching thread, if it was given up.
+            instead: How many bytes are to be fetched then, if that is known.
         """
         transfer = Transfer(self._run, digest, length, sink, limit=limit)
-        job = Job(transfer, name, optional=lost is not None)
+        job = Job(transfer, name, optional=lost is not None, instead=instead)
         with self._changed:
             self._jobs[job] = (sink, done)
             if lost is not None:

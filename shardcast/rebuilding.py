@@ -13,6 +13,7 @@ mapped (base_files.py).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections import deque
@@ -22,10 +23,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Protocol, Self
 
-from blake3 import blake3
 from xxhash import xxh3_128_digest
 
-from shardcast.base_files import BaseFiles, decoded
+from shardcast.base_files import BaseFiles
 from shardcast.cancel import Cancel
 from shardcast.errors import (
     IntegrityError,
@@ -35,6 +35,8 @@ from shardcast.errors import (
     UsageError,
 )
 from shardcast.fetch import MemorySink
+from shardcast.frames import Arena, checked_shards, decoded
+from shardcast.protocol.delta import frames_of
 from shardcast.protocol.layout import Extent
 from shardcast.protocol.limits import MAX_DELTA_BLOB_BYTES, MAX_SHARD_BYTES, MIB
 from shardcast.protocol.plan import DeltaFetch
@@ -231,6 +233,7 @@ class Rebuilding:
             done=lambda transfer: self._arrived(blob, sink),
             limit=MAX_DELTA_BLOB_BYTES,
             lost=lambda error: self._lost(blob, error),
+            instead=sum(extent.length for extent in blob.fetch.targets),
         )
 
     def _arrived(self, blob: _Blob, sink: MemorySink) -> None:
@@ -264,13 +267,11 @@ class Rebuilding:
         """Yield the frames of a blob that have anything wanted."""
         layout = self._target.version.layout
         wanted = frozenset(extent.shard for extent in fetch.targets)
-        first, at = fetch.first_shard, 0
-        for count, size in fetch.blob.frames:
-            shards = range(first, first + count)
-            if not wanted.isdisjoint(shards):
-                extents = tuple(layout.extent(shard) for shard in shards)
-                yield _Frame(fetch.base, data[at : at + size], extents, wanted)
-            first, at = shards.stop, at + size
+        for frame in frames_of(fetch.blob, fetch.first_shard):
+            if not wanted.isdisjoint(frame.shards):
+                extents = tuple(layout.extent(shard) for shard in frame.shards)
+                encoded = data[frame.offset : frame.offset + frame.length]
+                yield _Frame(fetch.base, encoded, extents, wanted)
 
     # --- frames -----------------------------------------------------------------------------
 
@@ -294,15 +295,18 @@ class Rebuilding:
         """Rebuild a frame's shards; those that do not come out right are fetched as they are."""
         base = None if frame.base is None else self._bases[frame.base]
         length = sum(extent.length for extent in frame.extents)
-        reader = BaseFiles(base, self._arena(length))
-        data, problem = decoded(frame.data, length, reader)
+        bases, targets = self._own_arenas()
+        room = bases.room(min(length, MAX_SHARD_BYTES))
+        with contextlib.closing(BaseFiles(base, room)) as reader:
+            data, problem = decoded(frame.data, length, reader, targets)
         wrong: list[int] = []
-        at = 0
-        for extent in frame.extents:
-            piece = data[at : at + extent.length]
-            at += extent.length
-            if extent.shard in frame.wanted and not self._place(extent, piece):
+        target = self._target.version
+        for extent, piece in checked_shards(data, frame.extents, target, frame.wanted):
+            self._cancel.check()
+            if piece is None:
                 wrong.append(extent.shard)
+            else:
+                self._place(extent, piece)
         if not wrong:
             return
         if reader.gap:  # the plan guessed that it would not be needed: nobody's fault
@@ -311,12 +315,9 @@ class Rebuilding:
         problem = problem or "they come out with other digests than the signed ones"
         self._fail(frame.base, wrong, self._blame(base, reader.touched, problem))
 
-    def _place(self, extent: Extent, data: memoryview) -> bool:
-        """Write a shard if its bytes are right: all that ever comes to be where shards lie."""
-        self._cancel.check()
+    def _place(self, extent: Extent, data: memoryview) -> None:
+        """Write the bytes of a shard, which are right: all that ever comes to be where shards lie."""
         stored = self._target
-        if blake3(data).hexdigest() != stored.version.digests[extent.shard]:
-            return False
         with disk_errors(stored.directory / extent.path, "writing"):
             fd = stored.open_file(extent.file, writable=True)
             try:
@@ -326,7 +327,6 @@ class Rebuilding:
             finally:
                 os.close(fd)
         self._rebuilt.good(extent.shard, xxh3_128_digest(data))
-        return True
 
     def _blame(
         self, base: StoredVersion | None, touched: Collection[int], problem: str
@@ -355,9 +355,9 @@ class Rebuilding:
             self.failures.append(failure)
         self._rebuilt.plain(shards)
 
-    def _arena(self, length: int) -> memoryview:
-        """Return this thread's buffer for base ranges: its pages are touched once, not each time."""
-        arena: bytearray | None = getattr(self._arenas, "buffer", None)
-        if arena is None or len(arena) < length:
-            arena = self._arenas.buffer = bytearray(min(length, MAX_SHARD_BYTES))
-        return memoryview(arena)
+    def _own_arenas(self) -> tuple[Arena, Arena]:
+        """Return this thread's buffers, for base ranges and for what is rebuilt."""
+        own: tuple[Arena, Arena] | None = getattr(self._arenas, "own", None)
+        if own is None:
+            own = self._arenas.own = (Arena(), Arena())
+        return own

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Final
 
@@ -37,7 +37,7 @@ from shardcast.errors import (
 )
 from shardcast.fetch import Branch, Fetched
 from shardcast.flights import Finished, Flight, Job, Notice, Wait
-from shardcast.selector import Selector
+from shardcast.selector import Rating, Selector
 from shardcast.verdicts import Verdicts, retry_after
 
 __all__ = ["Finished", "Flight", "Job", "Notice", "Schedule", "Wait"]
@@ -99,6 +99,7 @@ class Schedule:
         self._verdicts = Verdicts(self._sources, selector, config, clock, rng, notify)
         self._error: ShardcastError | None = None
         self._lost: list[Job] = []
+        self._put_off: set[Job] = set()
         self._verified_at = self._gained_at = clock()
 
     # --- work -------------------------------------------------------------------------------
@@ -157,6 +158,8 @@ class Schedule:
         for flight in self._flights:
             if endgame.look(flight, now):
                 self._gained_at = max(self._gained_at, now)
+        if self._put_off:
+            self._lose_put_off(now)
         if self._error is None and self._waiting:
             begun = self._start(now)
             if begun is not None:
@@ -214,6 +217,7 @@ class Schedule:
         """The blob is complete and its digest is right. Whoever raced it is cancelled."""
         job = flight.job
         job.done = True
+        self._put_off.discard(job)
         self._done_bytes += job.bytes if job.lost is None else 0
         rival = job.main if flight.hedge else job.hedge
         self._ended(flight, won=True)
@@ -260,20 +264,35 @@ class Schedule:
     def _count_fault(self, flight: Flight, error: ShardcastError, now: float) -> None:
         """Give up an optional job whose sources keep failing because of it."""
         job, source = flight.job, flight.source
-        if not job.optional or job.done:
+        if not job.optional or job.done or job.lost is not None:
             return
         if flight.got > 0 or job.failing_since is None:
             job.failing_since = now
         failures = self._selector.rating(source).failures
         more = optional.fault(error, failures, answered=flight.got > 0)
         job.faults[source] = job.faults.get(source, 0) + more
-        if optional.is_lost(job.faults, self._selector.ratings()) or optional.waited_enough(
-            error, job.failing_since, now, self._config
-        ):
+        job.put_off = error if optional.is_answer(error) else None
+        if optional.is_lost(job.faults, self._selector.ratings()):
             self._lose(job, error)
+        elif job.put_off is not None:
+            self._put_off.add(job)
+        else:
+            self._put_off.discard(job)
+
+    def _lose_put_off(self, now: float) -> None:
+        """Give up optional jobs that all sources have put off for as long as doing without takes."""
+        ratings = self._selector.ratings()
+        costs = [job.instead for job in self._put_off]
+        known = None if None in costs else sum(cost or 0 for cost in costs)
+        seconds = optional.patience(known, ratings.values(), self._config)
+        for job in list(self._put_off):
+            waited = now - (now if job.failing_since is None else job.failing_since)
+            if waited > seconds and job.put_off is not None and not _hoped_for(job, ratings):
+                self._lose(job, job.put_off)
 
     def _lose(self, job: Job, error: ShardcastError) -> None:
         job.lost = error
+        self._put_off.discard(job)
         self._done_bytes += job.bytes
         self._lost.append(job)
         if job in self._waiting:
@@ -418,6 +437,13 @@ class Schedule:
             and (self._waiting or self._flights)
             and now - self._gained_at > self._config.give_up_after_s
         )
+
+
+def _hoped_for(job: Job, ratings: Mapping[str, Rating]) -> bool:
+    """Say whether a job comes on, or a source has not been asked for it yet."""
+    if any(flight is not None and flight.got > 0 for flight in (job.main, job.hedge)):
+        return True
+    return any(optional.is_alive(ratings[url]) and not job.tries.get(url) for url in ratings)
 
 
 def _avoided(job: Job, now: float) -> set[str]:

@@ -17,6 +17,7 @@ from typing import Final, TypeVar
 
 from shardcast import deadline
 from shardcast.activating import Activator
+from shardcast.ahead import Ahead
 from shardcast.cancel import Cancel
 from shardcast.config import NetConfig
 from shardcast.delta_documents import DeltaDocuments
@@ -34,7 +35,7 @@ from shardcast.heads import HeadKeeper
 from shardcast.journey import Arrived, Journey
 from shardcast.obtain import Obtainer
 from shardcast.plan_work import Damage, Tally
-from shardcast.protocol.head import VersionRef
+from shardcast.protocol.head import OpenRef, VersionRef
 from shardcast.pulling import FetchPool
 from shardcast.scans import Scans
 from shardcast.source_set import SourceSet
@@ -91,8 +92,18 @@ class WorkerSession:
         self._delta_documents = DeltaDocuments()
         self._delta_reports = DeltaReports(options.run, emit)
         self._ways = Ways(store, self._listed)
-        self._effort = Effort(self._ways.price)
+        self._effort = Effort(self._ways.ahead)
         self.activator = Activator(options, store, keeper, self._scans, self._documents)
+        self._ahead = Ahead(
+            options,
+            store,
+            keeper,
+            self.sources,
+            self._ways,
+            (self._documents, self._delta_documents),
+            self._damaged,
+            self._delta_reports,
+        )
 
     # --- obtain -----------------------------------------------------------------------------
 
@@ -103,6 +114,14 @@ class WorkerSession:
             ShardcastError: As ``DocumentFetcher.version`` and ``Obtainer.obtain`` say.
         """
         return await self.in_thread(lambda cancel: self._try(ref, cancel))
+
+    async def fetch_ahead(self, ref: OpenRef) -> bool:
+        """Fetch some of what a head says of an open version; say whether there was anything.
+
+        Raises:
+            ShardcastError: As ``Ahead.fetch``.
+        """
+        return await self.in_thread(lambda cancel: self._ahead.fetch(ref, cancel))
 
     async def ref_of(self, manifest: str) -> VersionRef:
         """Return the entry of a version that no head lists (any more), by its manifest.
@@ -176,10 +195,12 @@ class WorkerSession:
                 arrived = journey.go(wanted, tally)
         finally:
             self._delta_reports.tell(journey.failures)
-        self._emit_ready(ref, arrived, tally)
-        return Obtained(ref, arrived.stored, tally.fetched_bytes)
+        ahead = self._ahead.spent_on(ref.version)
+        self._ahead.reached()
+        self._emit_ready(ref, arrived, tally, ahead)
+        return Obtained(ref, arrived.stored, tally.fetched_bytes + ahead.fetched_bytes)
 
-    def _emit_ready(self, ref: VersionRef, arrived: Arrived, tally: Tally) -> None:
+    def _emit_ready(self, ref: VersionRef, arrived: Arrived, tally: Tally, ahead: Tally) -> None:
         self.emit(
             WorkerEvent(
                 kind=EventKind.READY,
@@ -189,9 +210,10 @@ class WorkerSession:
                 manifest=ref.manifest,
                 path=arrived.stored.directory,
                 bytes_total=ref.bytes,
-                bytes_fetched=tally.fetched_bytes,
-                bytes_hedged=tally.hedged_bytes,
-                bytes_delta=tally.delta_bytes,
+                bytes_fetched=tally.fetched_bytes + ahead.fetched_bytes,
+                bytes_hedged=tally.hedged_bytes + ahead.hedged_bytes,
+                bytes_delta=tally.delta_bytes + ahead.delta_bytes,
+                bytes_ahead=ahead.fetched_bytes,
                 via=arrived.via,
             )
         )

@@ -8,21 +8,31 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from shardcast.delta_making import DeltaMaker, tensors_of
 from shardcast.delta_publishing import finished
 from shardcast.deltas import Delta, frame_runs
 from shardcast.errors import ShardcastError
-from shardcast.hashing import ShardHash, ShardJob, hash_runs, hash_shards
+from shardcast.hashing import Done, ShardHash, ShardJob, hash_runs, hash_shards
 from shardcast.placing import place_files
 from shardcast.protocol.digest import digest_of
 from shardcast.protocol.layout import Layout, encode_layout
 from shardcast.publishing import Documents, PublishObserver, PublishOptions, documents_of
 from shardcast.sources import Selection, require_unchanged, select_files
 from shardcast.store.run import RunStore
-from shardcast.store.stored import StoredVersion
+from shardcast.store.stored import ShardState, StoredVersion
+
+
+class Streams(Protocol):
+    """Hears which shards are ready while the others are made."""
+
+    def during(self, maker: DeltaMaker | None) -> AbstractContextManager[Done | None]:
+        """Return a block to hash in; it gives what must hear of each shard."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +59,7 @@ def stage_files(
     selection: Selection,
     base: StoredVersion | None,
     watch: PublishObserver,
+    stream: Streams | None = None,
 ) -> Staged:
     """Bring all files into staging, hash them, make the delta, and write the documents.
 
@@ -59,6 +70,7 @@ def stage_files(
         selection: The files, as listed before.
         base: The version to make a delta from, leased; None: none is made.
         watch: Hears the progress.
+        stream: Hears what is ready while it goes on; None: nobody does.
 
     Raises:
         ModifiedError: If the files changed meanwhile; nothing is left then.
@@ -70,7 +82,8 @@ def stage_files(
         method = place_files(options, selection, directory)
         jobs = _jobs(layout, selection, directory, method)
         maker = None if base is None else _maker(options, run, layout, selection, base)
-        hashes = hash_files(jobs, layout, maker, options.threads, watch)
+        with nullcontext(None) if stream is None else stream.during(maker) as done:
+            hashes = hash_files(jobs, layout, maker, options.threads, watch, done)
         again = select_files(options.source, include=options.include, exclude=options.exclude)
         require_unchanged(selection, again, options.source)
         documents = documents_of(layout, [found.digest for found in hashes])
@@ -78,7 +91,13 @@ def stage_files(
         for digest, data in documents.blobs.items():
             run.write_blob(digest, data)
         stored = run.stage(documents.version, files=False)
-        stored.record_all({shard: found.xxh3 for shard, found in enumerate(hashes)})
+        stored.record_all(
+            {
+                shard: found.xxh3
+                for shard, found in enumerate(hashes)
+                if stored.state(shard) is not ShardState.VERIFIED
+            }
+        )
     except BaseException:
         take_back(run, layout.version)
         raise
@@ -91,6 +110,7 @@ def hash_files(
     maker: DeltaMaker | None,
     threads: int | None,
     watch: PublishObserver,
+    done: Done | None = None,
 ) -> list[ShardHash]:
     """Hash all shards, and let a delta be made of the same bytes while they are in memory.
 
@@ -98,9 +118,9 @@ def hash_files(
         ModifiedError, DiskError: As ``hash_shards``.
     """
     if maker is None:
-        return hash_shards(jobs, threads=threads, progress=watch.hashed)
+        return hash_shards(jobs, threads=threads, progress=watch.hashed, done=done)
     runs = frame_runs(layout)
-    return hash_runs(jobs, runs, maker.use, threads=threads, progress=watch.hashed)
+    return hash_runs(jobs, runs, maker.use, threads=threads, progress=watch.hashed, done=done)
 
 
 def take_back(run: RunStore, number: int) -> None:

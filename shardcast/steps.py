@@ -3,13 +3,16 @@
 Newest wins: when a newer version is announced, work on an older one stops if that throws little
 away (``protocol.plan.worth_switching``); what was verified of it stays on disk and serves the newer
 one. Otherwise the older one is finished first, so that a slow worker reaches versions, too.
+
+Who has nothing else to do fetches what is announced of an open version. It is never activated: that takes
+the head which lists it with a manifest, and every shard verified against that.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from shardcast.protocol.head import Head, VersionRef
+from shardcast.protocol.head import Head, OpenRef, VersionRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,8 @@ class Situation:
         switch: Whether the newer one is worth dropping it for.
         ready: Number of the version that is complete and not activated yet.
         activating: Number of the version that is being activated.
+        ahead: Number of the open version of which shards are being fetched.
+        gone_through: What a head said of an open version, all of which is here that can be.
     """
 
     head: Head | None = None
@@ -37,6 +42,8 @@ class Situation:
     switch: bool = False
     ready: int | None = None
     activating: int | None = None
+    ahead: int | None = None
+    gone_through: OpenRef | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +56,8 @@ class Step:
         obtain: Begin to fetch this.
         activate: Begin to activate what is ready.
         held: What is ready waits because the publisher holds activations.
+        ahead: Begin to fetch what is announced of this open version.
+        drop: Stop fetching what is announced of an open version.
     """
 
     stop: bool = False
@@ -56,6 +65,8 @@ class Step:
     obtain: VersionRef | None = None
     activate: bool = False
     held: bool = False
+    ahead: OpenRef | None = None
+    drop: bool = False
 
 
 def wanted(situation: Situation) -> VersionRef | None:
@@ -84,6 +95,36 @@ def wanted(situation: Situation) -> VersionRef | None:
 
 def next_step(situation: Situation) -> Step:
     """Decide."""
+    step = _next_step(situation)
+    if situation.ahead is None:
+        if step.obtain is None and _idle(situation):
+            coming = worth_fetching_ahead(situation)
+            if coming is not None and coming != situation.gone_through:
+                return replace(step, ahead=coming)
+        return step
+    if step.obtain is not None:
+        # What was fetched ahead of this very version ends by itself soon, and is all of use.
+        return replace(step, obtain=None, drop=step.obtain.version != situation.ahead)
+    coming = worth_fetching_ahead(situation)
+    return replace(step, drop=coming is None or coming.version != situation.ahead)
+
+
+def worth_fetching_ahead(situation: Situation) -> OpenRef | None:
+    """Return the open version that a follower may fetch shards of, if there is one."""
+    head = situation.head
+    if head is None or head.open is None or situation.expired:
+        return None
+    if situation.current is not None and head.open.version <= situation.current:
+        return None
+    return head.open
+
+
+def _idle(situation: Situation) -> bool:
+    """Say whether a follower is on the newest version: nothing waits that could be run."""
+    return situation.obtaining is situation.ready is situation.activating is None
+
+
+def _next_step(situation: Situation) -> Step:
     target = wanted(situation)
     if target is None or target.version == situation.activating:
         return Step(stop=situation.obtaining is not None)

@@ -13,22 +13,19 @@ origin's head names. Losing it costs one delta.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
 
 import msgspec
 
-from shardcast.announcing import issue_for, publishing, require_owner
+from shardcast.announcing import publishing, require_owner
 from shardcast.delta_publishing import delta_bases, further_deltas, leased
 from shardcast.deltas import Delta
 from shardcast.errors import (
     ClockError,
     DiskError,
-    IntegrityError,
     MalformedError,
-    ModifiedError,
     NetworkError,
     NotFoundError,
     RefusedError,
@@ -36,11 +33,11 @@ from shardcast.errors import (
     about,
 )
 from shardcast.hashing import ShardJob, hash_shards
-from shardcast.origin_client import Body, OriginClient
+from shardcast.origin_client import OriginClient
 from shardcast.protocol import succession, trust
 from shardcast.protocol.digest import digest_of
-from shardcast.protocol.envelope import Signer, seal
-from shardcast.protocol.head import Head, VersionRef, encode_head
+from shardcast.protocol.envelope import Signer
+from shardcast.protocol.head import Head, VersionRef
 from shardcast.protocol.layout import Extent, Layout, decode_layout, encode_layout
 from shardcast.protocol.limits import MAX_FUTURE_MS, ONE_SHOT_EXPIRY_MS
 from shardcast.publishing import (
@@ -54,18 +51,14 @@ from shardcast.publishing import (
     reference,
     settled_selection,
 )
-from shardcast.sharing import Stopping, share_out
 from shardcast.sources import Selection, require_unchanged, select_files
 from shardcast.staging import Staged, stage_files
 from shardcast.store.files import atomic_write
 from shardcast.store.retention import collect
 from shardcast.store.run import RunStore
 from shardcast.store.stored import Durability, StoredVersion
-
-UPLOAD_THREADS: Final = 4
-"""Connections to the origin: enough to fill a long path, few enough for a small server."""
-
-ClientFactory = Callable[[], OriginClient]
+from shardcast.stream_publishing import Stream
+from shardcast.uploading import Announcer, ClientFactory, Place, RemoteOutlet, Upload
 
 
 def publish_remote(
@@ -96,47 +89,63 @@ def publish_remote(
         NetworkError: If the origin cannot be reached.
     """
     watch = observer or SilentObserver()
-    client = client_factory()
-    try:
-        with publishing(memory, watch):
-            selection = settled_selection(options)
-            envelope, head = _remote_head(client, memory, signers, now_ms())
-            watch.selected(selection)
-            layout = _layout(client, options, memory, selection, head, now_ms())
-            kept = cache if options.delta or options.compress else None
-            bases = {} if kept is None else _bases(options, kept, head)
-            made = _hash(options, kept, layout, selection, bases.get(1), watch)
-            upload = _Upload(client, client_factory, watch)
-            sent = upload.send(made, selection)
+    with (
+        contextlib.closing(client_factory()) as client,
+        contextlib.closing(client_factory()) as second,
+        publishing(memory, watch),
+    ):
+        selection = settled_selection(options)
+        envelope, head = _remote_head(client, memory, signers, now_ms())
+        watch.selected(selection)
+        layout = _layout(client, options, memory, selection, head, now_ms())
+        kept = cache if options.delta or options.compress else None
+        bases = {} if kept is None else _bases(options, kept, head)
+        announcer = Announcer(client, memory, signers, now_ms, options.expiry_ms)
+        place = _placed(kept, layout, selection)
+        pace = None if options.stream is None else options.stream.uploading(layout.total_bytes)
+        streamed = Upload(second, client_factory, place)
+        outlet = RemoteOutlet(
+            replace(announcer, client=second),
+            streamed,
+            layout,
+            (head, envelope),
+            kept,
+            steps=1 if pace is None else pace.steps,
+        )
+        stream = Stream(layout, outlet, pace, watch, drains=True)
+        upload = Upload(client, client_factory, place)
+        with _or_given_up(stream, outlet):
+            made = _hash(options, kept, layout, selection, bases.get(1), watch, stream)
+            _send(made, upload, stream, streamed, watch)
             if made.staged is None:
                 again = select_files(
                     options.source, include=options.include, exclude=options.exclude
                 )
                 require_unchanged(selection, again, options.source)
-            deltas = made.deltas
+            sent, deltas = streamed.bytes + upload.bytes, made.deltas
             ref = reference(made.documents.version, deltas)
-            issue = issue_for(memory.run, signers, now_ms(), options.expiry_ms)
-            head = succession.with_version(head, issue, ref, keep=options.keep)
-            envelope = _announce(client, memory, head, signers, envelope, issue.now_ms)
-            (memory.root / "state" / "pending.json").unlink(missing_ok=True)
-            if kept is not None and made.staged is not None:
-                stored = kept.commit(ref.version, Durability.NONE)
-                further = further_deltas(options, stored, bases, kept.write_blob, watch)
-                if further:
-                    try:
-                        upload.send_deltas(further, kept)
-                        issue = issue_for(memory.run, signers, now_ms(), options.expiry_ms)
-                        refs = [delta.ref for delta in further]
-                        head = succession.with_deltas(head, issue, ref.version, refs)
-                        _announce(client, memory, head, signers, envelope, issue.now_ms)
-                    except (NetworkError, RefusedError) as error:  # the version was announced
-                        watch.noticed(f"no further deltas: {error}")
-                    else:
-                        deltas, ref = (*deltas, *further), head.ref(ref.version) or ref
-                _shrink(kept, options)
-    finally:
-        client.close()
-    return Published(memory.run, ref, None, selection, sent, "upload", None, deltas)
+            head, envelope = announcer.announce(
+                lambda issue: succession.with_version(outlet.head, issue, ref, keep=options.keep),
+                outlet.envelope,
+            )
+        (memory.root / "state" / "pending.json").unlink(missing_ok=True)
+        if kept is not None and made.staged is not None:
+            stored = kept.commit(ref.version, Durability.NONE)
+            further = further_deltas(options, stored, bases, kept.write_blob, watch)
+            if further:
+                try:
+                    upload.send_deltas(further, kept)
+                    refs, last = [delta.ref for delta in further], head
+                    head, _ = announcer.announce(
+                        lambda issue: succession.with_deltas(last, issue, ref.version, refs),
+                        envelope,
+                    )
+                except (NetworkError, RefusedError) as error:  # the version was announced
+                    watch.noticed(f"no further deltas: {error}")
+                else:
+                    deltas, ref = (*deltas, *further), head.ref(ref.version) or ref
+            _shrink(kept, options)
+    return Published(memory.run, ref, None, selection, sent, "upload", None, deltas, stream.heads)
 
 
 def amend_remote(
@@ -158,9 +167,9 @@ def amend_remote(
         envelope, head = _remote_head(client, memory, signers, now)
         if head is None:
             raise NotFoundError(f"run {memory.run!r} has no head yet", source=client.url)
-        changed = change(head, issue_for(memory.run, signers, now, ONE_SHOT_EXPIRY_MS))
-        _announce(client, memory, changed, signers, envelope, now)
-        return changed
+        last = head
+        announcer = Announcer(client, memory, signers, now_ms, ONE_SHOT_EXPIRY_MS)
+        return announcer.announce(lambda issue: change(last, issue), envelope)[0]
 
 
 def _remote_head(
@@ -192,23 +201,6 @@ def _require_clock(client: OriginClient, now_ms: int) -> None:
             "readers would refuse what it signs; set the clock that is wrong. Nothing was published",
             source=client.url,
         )
-
-
-def _announce(
-    client: OriginClient,
-    memory: RunStore,
-    head: Head,
-    signers: Sequence[Signer],
-    previous: bytes | None,
-    now_ms: int,
-) -> bytes:
-    envelope = seal(encode_head(head), signers)
-    keys = [signer.public_key for signer in signers]
-    state = memory.read_trust() or trust.fresh(memory.run, keys)
-    accepted = trust.accept(state, envelope, now_ms)
-    client.put_head(envelope, previous)
-    memory.write_trust(accepted.state)
-    return envelope
 
 
 # --- unfinished publications ------------------------------------------------------------------
@@ -309,6 +301,7 @@ def _hash(
     selection: Selection,
     base: VersionRef | StoredVersion | None,
     watch: PublishObserver,
+    stream: Stream,
 ) -> _Hashed:
     """Hash everything, into the cache if there is one and it has room."""
     if cache is not None:
@@ -316,93 +309,65 @@ def _hash(
             cache.clean_leftovers()
             cache.evict(layout.version)
             with leased(base, watch) as here:
-                staged = stage_files(options, cache, layout, selection, here, watch)
+                staged = stage_files(options, cache, layout, selection, here, watch, stream)
             return _Hashed(staged.documents, cache, staged)
         except DiskError as error:
             watch.noticed(f"without a delta, now and next time: {cache.root}: {error}")
-            watch.selected(selection)  # from the start again
+            watch.selected(selection)  # from the start again, and nothing streams
+            stream = Stream.silent(layout, watch)
     jobs = [
         ShardJob(selection.files[extent.file].location, extent.offset, extent.length)
         for extent in layout.extents()
     ]
-    hashes = hash_shards(jobs, threads=options.threads, progress=watch.hashed)
+    with stream.during(None) as done:
+        hashes = hash_shards(jobs, threads=options.threads, progress=watch.hashed, done=done)
     return _Hashed(documents_of(layout, [found.digest for found in hashes]))
 
 
-class _Upload:
-    """Sends what an origin lacks."""
+def _placed(cache: RunStore | None, layout: Layout, selection: Selection) -> Place:
+    """Return where shards lie: in the cache, if the version is staged there, else in the checkpoint."""
 
-    def __init__(
-        self, client: OriginClient, client_factory: ClientFactory, watch: PublishObserver
-    ) -> None:
-        self._client = client
-        self._factory = client_factory
-        self._watch = watch
+    def place(extent: Extent) -> Path:
+        staged = None if cache is None else cache.staging_directory(layout.version) / extent.path
+        if staged is not None and staged.is_file():
+            return staged
+        return selection.files[extent.file].location
 
-    def send(self, made: _Hashed, selection: Selection) -> int:
-        """Send documents, deltas, then the shards that are lacking; return the bytes of both.
-
-        Deltas go first: an origin that can rebuild shards from them need not be sent the shards.
-        """
-        self._send_documents(made.documents.blobs)
-        before = 0 if made.cache is None else self.send_deltas(made.deltas, made.cache)
-        extents = made.documents.version.shards_of()
-        staged = made.staged
-
-        def place(extent: Extent) -> Path:
-            if staged is not None:
-                return staged.stored.directory / extent.path
-            return selection.files[extent.file].location
-
-        bodies = {
-            digest: Body(
-                extents[digest].length, path=place(extents[digest]), offset=extents[digest].offset
-            )
-            for digest in self._client.missing(list(extents))
-        }
-        total = sum(body.length for body in bodies.values())
-        self._watch.uploading(total)
-        self._send_all(bodies, self._watch.uploaded)
-        return before + total
-
-    def send_deltas(self, deltas: Sequence[Delta], cache: RunStore) -> int:
-        """Send the parts and blobs of deltas that lie in the cache; return the bytes of the blobs."""
-        for delta in deltas:
-            self._send_documents(delta.parts)
-        blobs = {digest: size for delta in deltas for digest, size in delta.blobs.items()}
-        bodies = {
-            digest: Body(blobs[digest], path=cache.blob_path(digest))
-            for digest in self._client.missing(list(blobs))
-        }
-        self._send_all(bodies, lambda count: None)
-        return sum(body.length for body in bodies.values())
-
-    def _send_documents(self, documents: Mapping[str, bytes]) -> None:
-        for digest in self._client.missing(list(documents)):
-            data = documents[digest]
-            self._client.put_blob(digest, Body(len(data), data))
-
-    def _send_all(self, bodies: Mapping[str, Body], sent: Callable[[int], None]) -> None:
-        def send(own: OriginClient, item: tuple[str, Body], stopping: Stopping) -> None:
-            del stopping  # a shard is short
-            _send(own, *item)
-            sent(item[1].length)
-
-        share_out(
-            bodies.items(),
-            send,
-            threads=min(UPLOAD_THREADS, len(bodies)),
-            tool=lambda: contextlib.closing(self._factory()),
-            name="upload",
-        )
+    return place
 
 
-def _send(client: OriginClient, digest: str, body: Body) -> None:
+@contextlib.contextmanager
+def _or_given_up(stream: Stream, outlet: RemoteOutlet) -> Iterator[None]:
+    """End the stream if the block fails, and say as far as possible that its version will not come."""
     try:
-        client.put_blob(digest, body)
-    except IntegrityError as error:
-        raise ModifiedError(
-            f"checkpoint file {body.path} changed while it was uploaded "
-            f"(offset {body.offset}, {body.length} bytes); nothing was announced",
-            source=str(body.path),
-        ) from error
+        yield
+    except NetworkError:  # nobody there to tell
+        stream.abort()
+        raise
+    except BaseException:
+        stream.abort()
+        with contextlib.suppress(ShardcastError):
+            outlet.give_up()
+        raise
+
+
+def _send(
+    made: _Hashed, upload: Upload, stream: Stream, streamed: Upload, watch: PublishObserver
+) -> None:
+    """Send what the stream has not: all of it, where there is none.
+
+    Deltas go first: an origin that can rebuild shards from them need not be sent the shards.
+    """
+    left = stream.left_bytes
+    if stream.running:
+        watch.uploading(left)
+        streamed.sent = watch.uploaded
+        stream.finish()
+    upload.send_documents(made.documents.blobs)
+    if made.cache is not None:
+        upload.send_deltas(made.deltas, made.cache)
+    bodies = upload.lacking(made.documents.version.shards_of())
+    if bodies or not stream.heads:
+        watch.uploading(sum(body.length for body in bodies.values()))
+    upload.sent = watch.uploaded
+    upload.send_shards(bodies)

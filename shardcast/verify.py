@@ -2,7 +2,7 @@
 
 Reads only: nothing is repaired, removed or remembered. What is hashed: every document and delta
 blob against its name, every shard of every committed version, and of a staged version those
-shards that its journal says were verified.
+shards that its journal says were verified. And whether what the head's deltas are made of is here.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Final
 import msgspec
 from blake3 import blake3
 
+from shardcast.announced_deltas import Lacking, lacking_deltas
 from shardcast.errors import MalformedError, NotFoundError
 from shardcast.hashing import default_threads
 from shardcast.protocol import trust
@@ -28,6 +29,7 @@ from shardcast.protocol.head import Head, decode_head
 from shardcast.protocol.limits import MAX_DOCUMENT_BYTES, MAX_HEAD_BYTES
 from shardcast.store.files import disk_errors, read_into
 from shardcast.store.records import StoredState
+from shardcast.store.roles import Role, role_of
 from shardcast.store.run import RunStore
 from shardcast.store.stored import StoredVersion
 
@@ -76,6 +78,8 @@ class Report:
             therefore could only be compared with their own documents.
         unknown: Files beside a version's own, relative to the directory that was verified.
         absent: ``(run, version)`` of newest versions, by the head, that are not here (yet).
+        lacking: ``(run, delta)`` of deltas that are announced and not whole in a relay's store, which
+            fetches them when they are asked for. In an origin's store they are damage.
     """
 
     runs: list[str] = field(default_factory=list)
@@ -87,6 +91,7 @@ class Report:
     unsigned: list[tuple[str, int]] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     absent: list[tuple[str, int]] = field(default_factory=list)
+    lacking: list[tuple[str, Lacking]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +200,7 @@ def verify_directory(
         for run in target.runs:
             leases.callback(run.close)
             work += _versions(run, target, pinned, bad, report, leases)
+            _deltas(run, target, bad, report)
         begin(sum(one.length for one in work))
         _execute(work, report, progress, threads)
     report.damage.sort(key=lambda one: (one.run, one.version or 0, one.path, one.start))
@@ -239,6 +245,23 @@ def _versions(
         else:
             work += _version(run, number, signed, report, leases)
     return work
+
+
+def _deltas(run: RunStore, target: Target, bad: set[str], report: Report) -> None:
+    """Look for what the announced deltas are made of, where that should be."""
+    role = role_of(run.root.parent)
+    if role is None:
+        return  # a worker's directory: it keeps no deltas
+    damaged = {Path(name).stem for name in bad}
+    for delta in lacking_deltas(run, target.version, damaged):
+        if role is Role.RELAY:
+            report.lacking.append((run.run, delta))
+            continue
+        reason = f"missing: {delta} needs it"
+        report.damage += [
+            Damage(run.run, delta.version, f"blobs/{digest}.bin", None, 0, length, reason)
+            for digest, length in delta.blobs
+        ]
 
 
 def _newest(run: RunStore) -> int | None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
 
 from shardcast.delta_documents import Base
 from shardcast.protocol import route
 from shardcast.protocol.head import VersionRef
+from shardcast.protocol.layout import Layout
+from shardcast.protocol.limits import MAX_SHARD_BYTES
 from shardcast.protocol.manifest import Version
 from shardcast.protocol.plan import Delta, Holding, plan_version
 from shardcast.protocol.route import Held, Route
@@ -46,7 +48,8 @@ class Ways:
         for stored in self._others(target):
             manifest, present = stored.version.manifest, stored.present()
             if manifest is not None and present:
-                share = _verified(stored, present) / max(stored.version.layout.total_bytes, 1)
+                layout = stored.version.layout
+                share = base_bytes(layout, present) / max(layout.total_bytes, 1)
                 found[manifest] = Base(stored.version.number, share)
         return found
 
@@ -57,14 +60,14 @@ class Ways:
         others = [Holding(s.version, s.present()) for s in self._others(wanted.version.number)]
         return plan_version(wanted.version, done, others, wanted.deltas).fetch_bytes
 
-    def price(self, wanted: Wanted) -> int:
-        """Return what the network must still carry for a version by the cheapest route.
+    def ahead(self, wanted: Wanted) -> Route:
+        """Return the cheapest route to a version, also by deltas whose parts nobody has asked for yet.
 
-        Also by deltas whose parts nobody has asked for yet.
+        Its price is what the network must still carry.
         """
         held = self._held()
         direct = min(self.direct_bytes(wanted), route.expected_bytes(wanted.ref, held))
-        return route.find_route(wanted.ref, self._listed(), held, direct).bytes
+        return route.find_route(wanted.ref, self._listed(), held, direct)
 
     def find(self, wanted: Wanted) -> Route:
         """Return the cheapest route that the disk has room for."""
@@ -91,17 +94,40 @@ class Ways:
         return [stored for stored in found if stored is not None]
 
     def _held(self) -> dict[str, Held]:
-        return {
-            stored.version.manifest: Held(
-                stored.version.layout.total_bytes, _verified(stored, stored.present())
+        found: dict[str, Held] = {}
+        for stored in self._others(0):
+            manifest, layout, present = (
+                stored.version.manifest,
+                stored.version.layout,
+                stored.present(),
             )
-            for stored in self._others(0)
-            if stored.version.manifest is not None
-        }
+            if manifest is not None:
+                usable = base_bytes(layout, present)
+                found[manifest] = Held(layout.total_bytes, _verified(layout, present), usable)
+        return found
 
 
-def _verified(stored: StoredVersion, present: frozenset[int]) -> int:
-    layout = stored.version.layout
+def _verified(layout: Layout, present: Set[int]) -> int:
     if len(present) == layout.shard_count:
         return layout.total_bytes
     return sum(layout.extent(shard).length for shard in present)
+
+
+def base_bytes(layout: Layout, present: Set[int]) -> int:
+    """Return of how many bytes of a version deltas can make use.
+
+    A frame rebuilds consecutive shards, up to 16 MiB of them, and needs all of its base. So of a version
+    that is here in part only whole runs of that length count: of a small model hardly anything, although
+    most of it may be here.
+    """
+    if len(present) == layout.shard_count:
+        return layout.total_bytes
+    usable = length = 0
+    whole = True
+    for extent in layout.extents():
+        if length + extent.length > MAX_SHARD_BYTES:
+            usable += length if whole else 0
+            length, whole = 0, True
+        length += extent.length
+        whole = whole and extent.shard in present
+    return usable + (length if whole else 0)

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shardcast.cli.changes_view import ratio
 from shardcast.cli.demo_view import LineView, LiveView
 from shardcast.cli.output import Output, table
-from shardcast.cli.units import count, duration, parse_size, rate, size
+from shardcast.cli.units import count, duration, parse_size, size
 from shardcast.errors import IntegrityError, UsageError
 
 if TYPE_CHECKING:
@@ -59,8 +60,8 @@ def demo(
 ) -> None:
     """Run a whole tree on this machine: an origin, three relays, three workers.
 
-    Publishes a checkpoint and a few optimiser steps of it, shows how they spread, compares every
-    worker's files with the source, and prints what it measured.
+    Publishes a checkpoint, then a few optimiser steps of it, which travel as deltas. Shows how they
+    spread, compares every worker's files with the source, and prints what it measured.
     """
     from shardcast.demo.scenario import Plan
 
@@ -158,14 +159,18 @@ def report(out: Output, results: list[VersionResult], seconds: float) -> None:
     out.result()
     out.result(table(_HEADERS, [_row(result) for result in results]))
     out.result()
-    sizes = sorted({size(result.bytes) for result in results})
+    sizes = " or ".join(sorted({size(result.bytes) for result in results}))
     for line in (
-        f"each version: {' or '.join(sizes)} in {count(results[0].files, 'file')}, published whole",
-        "publish    hash and copy, without sync",
+        f"each version: {sizes} in {count(results[0].files, 'file')}, from the second on as a delta",
+        "changed    weights whose bits differ from the version before: one AdamW-like step at",
+        "           learning rate 1e-6 on fp32 masters, made up; other training changes more or less",
+        "publish    start of the command to the head: hash, copy, make the delta; without sync",
+        "wire       bytes that the worker which took most fetched, documents included",
+        "ratio      the version's bytes by these",
+        "origin     bytes of blobs that the origin sent to both relays below it",
         "worker-N   from the announcement until it holds every shard, verified",
-        "           (version 1: also until everyone has found the new run)",
-        "rate       weights a second at the slowest worker",
-        "origin     bytes of weights that left the origin",
+        "           (version 1: also until everyone has found the new run; the first three write new",
+        "           files, later ones overwrite those of evicted versions)",
         f"conditions {conditions}, loopback, 8 processes",
     ):
         out.result(line)
@@ -184,25 +189,26 @@ _HEADERS = (
     "ver",
     "changed",
     "publish",
+    "wire",
+    "ratio",
+    "origin",
     "worker-1",
     "worker-2",
     "worker-3",
-    "rate",
-    "origin",
     "equal",
 )
 
 
 def _row(result: VersionResult) -> tuple[object, ...]:
     ready = [result.ready_s.get(f"worker-{n}") for n in (1, 2, 3)]
-    slowest = max((s for s in ready if s is not None), default=0.0)
     return (
         result.version,
         None if result.changed is None else f"{100 * result.changed:.2f} %",
         duration(result.publish_s),
-        *(None if seconds is None else duration(seconds) for seconds in ready),
-        rate(result.bytes, slowest),
+        size(result.wire_bytes),
+        ratio(result.ratio),
         size(result.sent.get("origin", 0)),
+        *(None if seconds is None else duration(seconds) for seconds in ready),
         all(result.equal.values()),
     )
 
@@ -214,7 +220,10 @@ def _members(result: VersionResult) -> dict[str, object]:
         "changed": result.changed,
         "publish_s": result.publish_s,
         "ready_s": result.ready_s,
+        "delta_bytes": result.delta_bytes,
         "bytes_fetched": result.fetched,
+        "bytes_delta": result.by_delta,
+        "ratio": None if result.ratio is None else round(result.ratio, 3),
         "bytes_sent": result.sent,
         "files": result.files,
         "equal": result.equal,

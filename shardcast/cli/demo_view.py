@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from shardcast.cli.output import Output
-from shardcast.cli.units import duration, rate, size
+from shardcast.cli.units import duration, size
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -50,8 +50,11 @@ class LineView:
             bytes=result.bytes,
             seconds=result.publish_s,
             changed=result.changed,
+            delta_bytes=result.delta_bytes,
         )
         changed = "" if result.changed is None else f", {100 * result.changed:.2f} % changed"
+        if result.delta_bytes is not None:
+            changed += f", {size(result.delta_bytes)} as a delta"
         self._out.result(
             f"version {result.version}: published {size(result.bytes)} in "
             f"{duration(result.publish_s)}{changed}"
@@ -68,10 +71,11 @@ class LineView:
             version=result.version,
             seconds=result.ready_s[name],
             bytes_fetched=result.fetched[name],
+            bytes_delta=result.by_delta[name],
         )
         self._out.result(
             f"version {result.version}: {name} ready {duration(result.ready_s[name])} "
-            f"after the announcement ({rate(result.bytes, result.ready_s[name])})"
+            f"after the announcement, {size(result.fetched[name])} fetched"
         )
 
     def compared(self, result: VersionResult) -> None:
@@ -141,12 +145,13 @@ class LiveView:
         with self._lock:
             self._history.append(
                 f"version {result.version}: published in {duration(result.publish_s)}, last ready "
-                f"{duration(slowest)} later, {result.files} files {equal}"
+                f"{duration(slowest)} later, {size(result.wire_bytes)} a worker, "
+                f"{result.files} files {equal}"
             )
 
     def _ready_text(self, name: str, result: VersionResult) -> str:
         seconds = result.ready_s[name]
-        return f"ready {duration(seconds)}, {rate(result.bytes, seconds)}"
+        return f"ready {duration(seconds)}, {size(result.fetched[name])} fetched"
 
     def render(self) -> RenderableType:
         """Return what the terminal shows now."""

@@ -158,6 +158,15 @@ def publish(
             rich_help_panel=DELTAS,
         ),
     ] = None,
+    stream: Annotated[
+        bool,
+        typer.Option(
+            "--stream/--no-stream",
+            help="Announce what is ready while the rest is hashed or sent, if that takes longer "
+            "than a moment.",
+            rich_help_panel=DESTINATION,
+        ),
+    ] = True,
     store: StoreOption = None,
     link: Annotated[
         bool,
@@ -223,6 +232,7 @@ def publish(
     from shardcast.publishing import PublishOptions
     from shardcast.store.run import RunStore
     from shardcast.store.stored import Durability
+    from shardcast.streaming import Pace
 
     if to is not None and store is not None:
         raise UsageError("give either --store or --to, not both")
@@ -247,6 +257,7 @@ def publish(
         compress=compress,
         take_over=take_over,
         refuse_nonfinite=refuse_nonfinite,
+        stream=Pace() if stream else None,
     )
     _require_checkpoint(options)
     if to is None:
@@ -445,6 +456,7 @@ def _show(out: Output, published: Published, watch: Watch) -> None:
         bytes_uploaded=published.uploaded_bytes,
         method=published.method,
         seconds=round(watch.seconds, 3),
+        streamed=published.streamed,
         left_out=[
             {"reason": reason, "files": number, "bytes": left_bytes[reason]}
             for reason, number in left_out.items()

@@ -61,7 +61,9 @@ async def serve_out(
     store = RunStore(out, run)
     view = make_view(out, run)
     # It holds the newest versions only, and the head names older ones.
-    logging.getLogger("relay.origin").setLevel(logging.CRITICAL)
+    spoken = logging.getLogger("relay.origin")
+    level = spoken.level
+    spoken.setLevel(logging.CRITICAL)
     lock = store.lock("publish", what=f"serving {out}")
     try:
         lock.acquire(wait_s=5.0)
@@ -87,6 +89,7 @@ async def serve_out(
         ]
         await _until_cancelled(tasks, stop)
     finally:
+        spoken.setLevel(level)
         lock.release()
         store.close()
 

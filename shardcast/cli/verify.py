@@ -26,8 +26,9 @@ def verify(
 ) -> None:
     """Hash every byte again and compare it with the signed digests.
 
-    Names each damaged file, shard and byte range, and exits 11 if there is one. Changes nothing.
-    Without --pubkey the keys are trusted that the directory remembers.
+    Names each damaged file, shard and byte range, and exits 11 if there is one; so are, in an
+    origin's store, delta blobs that the head names and that are gone. Changes nothing. Without
+    --pubkey the keys are trusted that the directory remembers.
     """
     from shardcast.verify import verify_directory
 
@@ -66,6 +67,11 @@ def _show(out: Output, directory: Path, report: Report) -> None:
         )
     for run, version in report.absent:
         out.warning(f"version {version} of run {run!r}, the newest by its head, is not here")
+    for run, delta in report.lacking:
+        out.warning(
+            f"run {run!r}: {delta} is not whole here: {count(len(delta.blobs), 'blob')} of it will be "
+            "fetched when somebody asks"
+        )
     for path in report.unknown:
         out.warning(f"{path} belongs to no version")
     members = {
@@ -75,6 +81,10 @@ def _show(out: Output, directory: Path, report: Report) -> None:
         "documents": report.documents,
         "damaged": len(report.damage),
         "absent": [{"run": run, "version": number} for run, number in report.absent],
+        "lacking": [
+            {"run": run, "version": one.version, "base_version": one.base, "blobs": len(one.blobs)}
+            for run, one in report.lacking
+        ],
         "path": str(directory.absolute()),
     }
     out.event("verified", **members)

@@ -91,6 +91,7 @@ class WorkerView:
         if kind == "activated":
             members["pause_ms"] = event.pause_ms
             members |= {} if event.model is None else {"model": event.model}
+            members["bytes_ahead"] = event.bytes_ahead
         if event.error is not None:
             members |= {"code": event.error.code, "message": event.error.message}
         if event.error is not None or event.source is not None:
@@ -134,6 +135,8 @@ class WorkerView:
         how = f", {size(fetched)} fetched ({rate(fetched, seconds)})" if fetched else ""
         if event.bytes_delta:
             how += f", {size(event.bytes_delta)} of it deltas"
+        if event.bytes_ahead:
+            how += f", {size(event.bytes_ahead)} before it was announced whole"
         if event.via:
             how += f", by way of version {', '.join(map(str, event.via))}"
         self._out.result(f"ready      {name} after {duration(seconds)}{how}")

@@ -3,8 +3,8 @@
  * A change is coded by its place and its difference. Its place is a gap counted among the elements
  * of the same exponent class of the *base*, which both sides know: an optimiser moves every weight by
  * about the same amount, so small weights, whose neighbours are close, change far more often. Its
- * difference is taken in the order of the values, given the exponent and the sign of the difference
- * before. Both go through an adaptive range-free entropy coder (rANS, Duda 2013).
+ * difference is taken in the order of the values, given the exponent and the signs of the differences
+ * before. All places come first, class by class; then all differences. Both go through an adaptive range-free entropy coder (rANS, Duda 2013).
  *
  * Nothing here trusts its input: every read and write is bounded by the buffers that were given, every
  * loop by the number of elements or of coded words. Integers only, so that every machine gives the same bytes.
@@ -57,7 +57,7 @@ static const Type TYPE[TYPES] = {
     {8, 0, 0, 0},      /* int64 */
 };
 
-enum { CLASSES = 12, LANES = 16, VALUE_EXPONENTS = 32, VALUE_BELOW = 8 };
+enum { CLASSES = 12, LANES = 16, PIECE = 512, VALUE_EXPONENTS = 32, VALUE_BELOW = 8 };
 
 typedef struct {
     const uint8_t *base;
@@ -86,24 +86,21 @@ static inline void store(uint8_t *at, int width, uint64_t value)
     }
 }
 
-/* Bits as unsigned integers in the order of the values: a bijection of 0 .. 2^(8 width) - 1. */
+/* Bits as unsigned integers in the order of the values: a bijection of 0 .. 2^(8 width) - 1. Signs are as
+ * likely as not: no branch on them. */
 static inline uint64_t to_order(uint64_t bits, Type type)
 {
-    uint64_t sign = (uint64_t)1 << (8 * type.width - 1);
-    uint64_t all = sign | (sign - 1);
-    if (!type.is_float)
-        return (bits ^ sign) & all;
-    return bits & sign ? ~bits & all : bits | sign;
+    int top = 8 * type.width - 1;
+    uint64_t sign = (uint64_t)1 << top, negative = type.is_float ? (uint64_t)0 - (bits >> top) : 0;
+    return (bits ^ (negative | sign)) & (sign | (sign - 1));
 }
 
 static inline uint64_t from_order(uint64_t order, Type type)
 {
-    uint64_t sign = (uint64_t)1 << (8 * type.width - 1);
-    uint64_t all = sign | (sign - 1);
-    order &= all;
-    if (!type.is_float)
-        return order ^ sign;
-    return order & sign ? order & ~sign : ~order & all;
+    int top = 8 * type.width - 1;
+    uint64_t sign = (uint64_t)1 << top, positive = order >> top & 1;
+    uint64_t negative = type.is_float ? positive - 1 : 0;
+    return (order ^ (negative | sign)) & (sign | (sign - 1));
 }
 
 static inline int exponent_of(uint64_t bits, Type type)
@@ -208,22 +205,25 @@ static inline void learn(Table *t, int symbol)
         relearn(t);
 }
 
-/* --- rANS: words of 16 bits, a state of 32 ------------------------------------------------------
+/* --- rANS: words of 16 bits, two states of 32 ----------------------------------------------------
  *
- * Gaps and values are two streams, because a processor can decode them side by side. The first is read from
- * its beginning on, the second from its end backwards; they meet.
+ * Two states that share their words, because a processor can work on two at a time (interleaved rANS, Giesen 2014):
+ * gaps take turns, then sizes are told by the one, signs by the other. Bits that are as likely as not lie apart, and are
+ * read from the end backwards; the words are read from the beginning on. They meet.
  */
 
 #define STATE_LOW ((uint32_t)1 << 16)
-enum { SIGN_RATE = 6, ONE_RATE = 5 };
+enum { SIGN_RATE = 6, ONE_RATE = 5, STATES = 2, SIZES = 0, SIGNS = 1 };
 
 typedef struct {
-    uint32_t *ops; /* start | (width - 1) << 16, in the order of decoding */
+    uint32_t *ops; /* start | (width - 1) << 16 | state << 31, in the order of decoding */
     size_t count, room;
+    uint8_t *bits; /* in the order of decoding: the highest bit of a byte first */
+    size_t bit_count, bit_room; /* the room in bytes */
     int failed;
 } Writer;
 
-static void put(Writer *w, uint32_t start, uint32_t width)
+static void put(Writer *w, int state, uint32_t start, uint32_t width)
 {
     if (w->count == w->room) {
         size_t room = w->room ? 2 * w->room : 4096;
@@ -236,111 +236,111 @@ static void put(Writer *w, uint32_t start, uint32_t width)
         w->ops = ops;
         w->room = room;
     }
-    w->ops[w->count++] = start | (width - 1) << 16;
+    w->ops[w->count++] = start | (width - 1) << 16 | (uint32_t)state << 31;
 }
 
-static void put_symbol(Writer *w, Table *t, int symbol)
+static void put_symbol(Writer *w, int state, Table *t, int symbol)
 {
-    put(w, t->starts[symbol], (uint32_t)t->starts[symbol + 1] - t->starts[symbol]);
+    put(w, state, t->starts[symbol], (uint32_t)t->starts[symbol + 1] - t->starts[symbol]);
     learn(t, symbol);
 }
 
 /* Never 0 and never SCALE: what is left of either side is at least 2^rate - 1. */
-static inline uint16_t follow_bit(uint32_t zeros, int bit, int rate)
+static inline uint16_t follow_bit(uint32_t zeros, uint32_t bit, int rate)
 {
-    return (uint16_t)(bit ? zeros - (zeros >> rate) : zeros + ((SCALE - zeros) >> rate));
+    uint32_t up = (SCALE - zeros) >> rate, down = zeros >> rate, mask = 0 - bit;
+    return (uint16_t)(zeros + (up & ~mask) - (down & mask));
 }
 
-static void put_bit(Writer *w, uint16_t *middle, int bit, int rate)
+static void put_bit(Writer *w, int state, uint16_t *middle, int bit, int rate)
 {
     uint32_t zeros = *middle;
-    put(w, bit ? zeros : 0, bit ? SCALE - zeros : zeros);
-    *middle = follow_bit(zeros, bit, rate);
+    put(w, state, bit ? zeros : 0, bit ? SCALE - zeros : zeros);
+    *middle = follow_bit(zeros, (uint32_t)bit, rate);
 }
 
 static void put_bits(Writer *w, uint64_t value, int bits)
 {
+    if (w->bit_count + 64 > 8 * w->bit_room) {
+        size_t room = w->bit_room ? 2 * w->bit_room : 4096;
+        uint8_t *more = realloc(w->bits, room);
+        if (more == NULL) {
+            w->failed = 1;
+            w->bit_count = 0;
+            return;
+        }
+        memset(more + w->bit_room, 0, room - w->bit_room);
+        w->bits = more;
+        w->bit_room = room;
+    }
     while (bits > 0) {
-        int some = bits > 12 ? 12 : bits;
-        uint32_t part = (uint32_t)(value & (((uint64_t)1 << some) - 1));
-        put(w, part << (SCALE_BITS - some), 1u << (SCALE_BITS - some));
-        value >>= some;
+        int free_bits = 8 - (int)(w->bit_count & 7), some = bits < free_bits ? bits : free_bits;
+        uint64_t part = value >> (bits - some) & ((1u << some) - 1);
+        w->bits[w->bit_count >> 3] |= (uint8_t)(part << (free_bits - some));
+        w->bit_count += (size_t)some;
         bits -= some;
     }
 }
 
 typedef struct {
-    const uint8_t *low, *high; /* what is left */
-    uint32_t gaps, values;     /* the states */
-    int over;                  /* read past the end */
+    const uint8_t *words, *end; /* the next word; where the payload ends */
+    uint64_t bits;              /* how many were read, from the end */
+    size_t length;              /* of the payload */
+    uint32_t state[STATES];
+    int over;                   /* read past the other end */
 } Reader;
 
-enum { GAPS, VALUES };
-
-/* Whether a word is needed is a coin toss: no branch on it. */
-static inline __attribute__((always_inline)) void
-advance(Reader *r, int stream, uint32_t start, uint32_t width)
+/* Whether a word is needed is hard to foresee where symbols are long, so no branch on it; after a bit it is rare. */
+static inline __attribute__((always_inline)) uint32_t
+advance(Reader *r, uint32_t state, uint32_t start, uint32_t width, int rare)
 {
-    uint32_t state = stream == GAPS ? r->gaps : r->values, word = 0;
     state = width * (state >> SCALE_BITS) + (state & (SCALE - 1)) - start;
     uint32_t need = state < STATE_LOW;
-    if (r->high - r->low < 2)
+    if (rare && __builtin_expect(!need, 1))
+        return state;
+    if (r->end - r->words < 2) {
         r->over |= (int)need;
-    else if (stream == GAPS) {
-        word = (uint32_t)load(r->low, 2);
-        r->low += 2 * need;
-    } else {
-        word = (uint32_t)load(r->high - 2, 2);
-        r->high -= 2 * need;
+        return state;
     }
-    state = need ? state << 16 | word : state;
-    if (stream == GAPS)
-        r->gaps = state;
-    else
-        r->values = state;
+    uint32_t word = (uint32_t)load(r->words, 2);
+    r->words += 2 * need;
+    return state << (16 * need) | (word & (0 - need));
 }
 
-static inline uint32_t slot_of(const Reader *r, int stream)
+/* Up to 56 bits. */
+static inline __attribute__((always_inline)) uint64_t
+get_bits(Reader *r, int bits)
 {
-    return (stream == GAPS ? r->gaps : r->values) & (SCALE - 1);
+    size_t skip = (size_t)(r->bits >> 3);
+    if (skip + 8 > r->length) {
+        r->over = 1;
+        return 0;
+    }
+    uint64_t eight = load(r->end - 8 - skip, 8) << (r->bits & 7);
+    r->bits += (uint64_t)bits;
+    return eight >> 1 >> (63 - bits);
 }
 
 static inline __attribute__((always_inline)) int
-get_symbol(Reader *r, int stream, Table *t)
+get_symbol(Reader *r, uint32_t *state, Table *t)
 {
-    uint32_t slot = slot_of(r, stream);
+    uint32_t slot = *state & (SCALE - 1);
     int symbol = t->lookup[slot >> (SCALE_BITS - LOOKUP_BITS)];
     while (t->starts[symbol + 1] <= slot)
         symbol++;
-    advance(r, stream, t->starts[symbol], (uint32_t)t->starts[symbol + 1] - t->starts[symbol]);
+    *state = advance(r, *state, t->starts[symbol], (uint32_t)t->starts[symbol + 1] - t->starts[symbol], 0);
     learn(t, symbol);
     return symbol;
 }
 
-/* A bit; `middle` is the share of zeros, and follows them. */
+/* A bit, as likely as not: no branch on it. `middle` is the share of zeros, and follows them. */
 static inline __attribute__((always_inline)) int
-get_bit(Reader *r, int stream, uint16_t *middle, int rate)
+get_bit(Reader *r, uint32_t *state, uint16_t *middle, int rate)
 {
-    uint32_t zeros = *middle;
-    int bit = slot_of(r, stream) >= zeros;
-    advance(r, stream, bit ? zeros : 0, bit ? SCALE - zeros : zeros);
+    uint32_t zeros = *middle, slot = *state & (SCALE - 1), bit = slot >= zeros, mask = 0 - bit;
+    *state = advance(r, *state, zeros & mask, (zeros ^ mask) + ((SCALE + 1) & mask), 1);
     *middle = follow_bit(zeros, bit, rate);
-    return bit;
-}
-
-static inline __attribute__((always_inline)) uint64_t
-get_bits(Reader *r, int stream, int bits)
-{
-    uint64_t value = 0;
-    int done = 0;
-    while (done < bits) {
-        int some = bits - done > 12 ? 12 : bits - done;
-        uint32_t part = slot_of(r, stream) >> (SCALE_BITS - some);
-        advance(r, stream, part << (SCALE_BITS - some), 1u << (SCALE_BITS - some));
-        value |= (uint64_t)part << done;
-        done += some;
-    }
-    return value;
+    return (int)bit;
 }
 
 /* --- the model: what both sides know -------------------------------------------------------------- */
@@ -352,20 +352,25 @@ enum {
     SIGN_CONTEXTS = 16,
     VALUE_SYMBOLS = SMALL_VALUES + 60, /* sizes 2 to 8, then by the highest bit, 3 to 63 */
     ONE = 1 << 16,
-    LEAN_RATE = ONE / 6,
     OWN_RATE = ONE / 50
 };
 
 typedef struct {
     Table gaps[CONTEXTS];
     Table values[VALUE_EXPONENTS];
-    uint16_t signs[SIGN_CONTEXTS]; /* shares of ups, by the lean */
+    uint16_t signs[SIGN_CONTEXTS]; /* shares of ups, by the signs before */
     uint16_t ones[VALUE_EXPONENTS]; /* shares of steps by one, by the exponent */
-    int64_t mean[CLASSES]; /* log2 of the gap, 16 fractional bits */
-    uint32_t seen[CLASSES];
-    int64_t lean;          /* of the signs of late: 0 for all up, ONE for all down */
+    int last;              /* signs of the last changes, the latest one lowest; 1 for down */
+    int first;             /* the expected gap of the lowest class, before any is known */
     int gap_symbols;       /* the last one: no further change */
 } Model;
+
+/* What the gaps of a class teach. The last one but one counts, so that two can be decoded at a time. */
+typedef struct {
+    int64_t mean; /* log2 of the gap, 16 fractional bits */
+    uint32_t seen;
+    int context, next;
+} Course;
 
 static const uint32_t LOG2_FRACTION[65] = {
     0, 1466, 2909, 4331, 5732, 7112, 8473, 9814,
@@ -379,10 +384,9 @@ static const uint32_t LOG2_FRACTION[65] = {
     65536,
 };
 
-/* log2(value + 1/2), 16 fractional bits; linear between 64 points to the octave. */
-static int64_t compute_log2_half(uint64_t value)
+/* log2(y / 2), 16 fractional bits; linear between 64 points to the octave. */
+static int64_t log2_of_half(uint64_t twice)
 {
-    uint64_t twice = 2 * value + 1;
     int top = 63 - __builtin_clzll(twice);
     uint64_t fraction = top >= 22 ? twice >> (top - 22) : twice << (22 - top);
     fraction &= (1u << 22) - 1;
@@ -391,14 +395,8 @@ static int64_t compute_log2_half(uint64_t value)
     return (int64_t)(top - 1) * ONE + low + (((int64_t)(high - low) * rest) >> 16);
 }
 
-enum { SMALL_LOGS = 1024 };
-
-static int32_t small_logs[SMALL_LOGS]; /* filled by prepare */
-
-static inline int64_t log2_half(uint64_t value)
-{
-    return value < SMALL_LOGS ? small_logs[value] : compute_log2_half(value);
-}
+static int32_t bucket_logs[MOST_SYMBOLS]; /* of the middle of each bucket; filled by prepare */
+static int32_t rates[50];
 
 /* x / 2^bits, rounded down (as GCC and clang shift; C leaves it to them). */
 static inline int64_t floor_shift(int64_t x, int bits)
@@ -455,13 +453,17 @@ static __attribute__((noinline)) void begin_gaps(Table *t, int context, int symb
     begin_table(t, symbols);
 }
 
-static inline Table *gap_table(Model *m, int class)
+static inline int context_of(int64_t mean)
 {
-    int64_t context = floor_shift(m->mean[class] + ONE / 4, 15);
-    int k = context < 0 ? 0 : context >= CONTEXTS ? CONTEXTS - 1 : (int)context;
-    if (m->gaps[k].symbols == 0)
-        begin_gaps(&m->gaps[k], k, m->gap_symbols);
-    return &m->gaps[k];
+    int64_t context = floor_shift(mean + ONE / 4, 15);
+    return context < 0 ? 0 : context >= CONTEXTS ? CONTEXTS - 1 : (int)context;
+}
+
+static inline Table *gap_table(Model *m, int context)
+{
+    if (m->gaps[context].symbols == 0)
+        begin_gaps(&m->gaps[context], context, m->gap_symbols);
+    return &m->gaps[context];
 }
 
 static inline Table *value_table(Model *m, int exponent)
@@ -475,38 +477,37 @@ static inline Table *value_table(Model *m, int exponent)
     return t;
 }
 
-static inline uint16_t *sign_of(Model *m)
-{
-    int k = (int)(m->lean * SIGN_CONTEXTS >> 16);
-    return &m->signs[k >= SIGN_CONTEXTS ? SIGN_CONTEXTS - 1 : k];
-}
-
 static void begin_model(Model *m, uint64_t elements, int first)
 {
     int extra;
     memset(m, 0, sizeof *m);
     m->gap_symbols = bucket_of(elements, &extra) + 2;
-    for (int k = 0; k < CLASSES; k++)
-        m->mean[k] = (int64_t)first * (ONE / 4) + (int64_t)k * ONE;
-    m->lean = ONE / 2;
+    m->first = first;
     for (int k = 0; k < SIGN_CONTEXTS; k++)
         m->signs[k] = SCALE / 2;
     for (int k = 0; k < VALUE_EXPONENTS; k++)
         m->ones[k] = SCALE - SCALE / 8;
 }
 
-/* A change was seen: learn from its gap, before its value and the next gap are coded. */
-static inline void saw(Model *m, int class, uint64_t gap)
+static void begin_course(Course *c, const Model *m, int class)
 {
-    int64_t own = log2_half(gap) - m->mean[class];
-    uint32_t n = m->seen[class] < 64 ? ++m->seen[class] : 64;
-    int64_t rate = n < 50 ? ONE / (int64_t)(n + 1) : OWN_RATE;
-    m->mean[class] += floor_shift(own * rate, 16);
+    c->mean = (int64_t)m->first * (ONE / 4) + (int64_t)class * ONE;
+    c->seen = 0;
+    c->context = c->next = context_of(c->mean);
 }
 
-static inline void learn_lean(Model *m, int negative)
+static inline void learn_gap(Course *c, int symbol)
 {
-    m->lean += floor_shift(((int64_t)negative * ONE - m->lean) * LEAN_RATE, 16);
+    int64_t own = bucket_logs[symbol] - c->mean;
+    c->seen += c->seen < 49;
+    c->context = c->next;
+    c->mean += floor_shift(own * rates[c->seen], 16);
+    c->next = context_of(c->mean);
+}
+
+static inline int follow_signs(int last, int negative)
+{
+    return (last << 1 | negative) & (SIGN_CONTEXTS - 1);
 }
 
 static inline int value_symbol(uint64_t size, int *bits, uint64_t *rest)
@@ -534,7 +535,8 @@ typedef struct {
     Event *events;
     size_t count, room, most;
     int full; /* more changes than are worth coding this way, or no memory */
-    uint32_t since[LANES]; /* elements of the class after its last change; may wrap below zero */
+    _Alignas(64) uint32_t passed[LANES]; /* elements of the class until here */
+    uint32_t past[LANES];  /* and until its last change, that one included */
 } Finder;
 
 static int add_event(Finder *f, Event event)
@@ -566,33 +568,60 @@ static int64_t difference_of(uint64_t base, uint64_t next, Type type)
     return (int64_t)(d & sign ? d | ~all : d);
 }
 
-static int find_one(Finder *f, uint64_t base, uint64_t next, uint32_t gap, Type type, int lowest)
+static int find_one(Finder *f, uint64_t base, uint64_t next, int class, uint32_t count, Type type, int lowest)
 {
     Event e;
-    int exponent = exponent_of(base, type);
     e.difference = difference_of(base, next, type);
     if (e.difference == 0) /* someone is writing to what we read; the digests will tell */
         e.difference = 1;
-    e.gap = gap;
+    e.gap = count - f->past[class];
     e.following = 0;
-    e.class = (uint8_t)class_of(exponent, lowest);
-    e.exponent = (uint8_t)value_exponent(exponent, lowest);
+    e.class = (uint8_t)class;
+    e.exponent = (uint8_t)value_exponent(exponent_of(base, type), lowest);
+    f->past[class] = count + 1;
     return add_event(f, e);
 }
 
-static inline void find_portable(Finder *f, const uint8_t *base, const uint8_t *next, size_t count,
-                                 Type type, int lowest)
+/* Within a piece events come by class: the decoder finds them so. */
+static void sort_piece(Finder *f, size_t from)
+{
+    Event held[PIECE], *events = f->events + from;
+    size_t count = f->count - from, at[CLASSES] = {0}, start = 0;
+    if (count < 2)
+        return;
+    memcpy(held, events, count * sizeof *held);
+    for (size_t i = 0; i < count; i++)
+        at[held[i].class]++;
+    for (int k = 0; k < CLASSES; k++) {
+        size_t size = at[k];
+        at[k] = start;
+        start += size;
+    }
+    for (size_t i = 0; i < count; i++)
+        events[at[held[i].class]++] = held[i];
+}
+
+static inline int find_some(Finder *f, const uint8_t *base, const uint8_t *next, size_t count, Type type, int lowest)
 {
     for (size_t i = 0; i < count; i++) {
         uint64_t b = load(base + i * type.width, type.width);
         uint64_t n = load(next + i * type.width, type.width);
         int class = class_of(exponent_of(b, type), lowest);
-        if (b != n) {
-            if (!find_one(f, b, n, f->since[class], type, lowest))
-                return;
-            f->since[class] = 0;
-        } else
-            f->since[class]++;
+        if (b != n && !find_one(f, b, n, class, f->passed[class], type, lowest))
+            return 0;
+        f->passed[class]++;
+    }
+    return 1;
+}
+
+static inline void find_portable(Finder *f, const uint8_t *base, const uint8_t *next, size_t count,
+                                 Type type, int lowest)
+{
+    for (size_t i = 0; i < count; i += PIECE) {
+        size_t from = f->count, some = count - i < PIECE ? count - i : PIECE;
+        if (!find_some(f, base + i * type.width, next + i * type.width, some, type, lowest))
+            return;
+        sort_piece(f, from);
     }
 }
 
@@ -699,7 +728,7 @@ changed_avx2(const uint8_t *base, const uint8_t *next, int width)
 }
 
 #if HAVE_AVX512_PATH
-#define AVX512 __attribute__((target("avx2,bmi,bmi2,popcnt,avx512f,avx512bw,avx512dq,avx512vl,avx512vpopcntdq")))
+#define AVX512 __attribute__((target("avx2,bmi,bmi2,popcnt,avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vpopcntdq,gfni")))
 
 /* Masks as numbers, by the instruction itself: GCC 12 was seen to store a mask of 16 bits to the stack and
  * to load 32 (-O1 with sanitizers), whose upper half was what lay there. */
@@ -717,15 +746,17 @@ AVX512 static inline __attribute__((always_inline)) uint32_t number_of_32(__mmas
     return number;
 }
 
-/* Eight blocks at a time: of each element the four bits of its class, and how many of each class there
- * are in each block. */
-enum { BLOCKS = 8, STRETCH = BLOCKS * BLOCK };
+/* A piece: of each element the four bits of its class, and how many of each class there are. */
+enum { BLOCKS = PIECE / BLOCK, BITS = 4 };
 
 typedef struct {
-    uint64_t bit[4][BLOCKS];
-    uint8_t sizes[BLOCKS][16]; /* by class; at most 64 */
-} Stretch;
+    _Alignas(64) uint64_t bit[BITS][BLOCKS];
+    _Alignas(64) uint64_t sizes[LANES]; /* by class: a byte for each block, the first one lowest; at most 64 */
+    _Alignas(64) uint32_t begin[LANES]; /* elements of the class before the piece, */
+    _Alignas(64) uint32_t end[LANES];   /* and until its end */
+} Piece;
 
+/* The classes of 64 elements as bytes. Those of 2 bytes come in another order: eights 0, 4, 1, 5, 2, 6, 3, 7. */
 AVX512 static inline __attribute__((always_inline)) __m512i
 classes_avx512(const uint8_t *at, Type type, int lowest)
 {
@@ -739,7 +770,7 @@ classes_avx512(const uint8_t *at, Type type, int lowest)
         const __m512i mask = _mm512_set1_epi16((short)type.mask);
         __m512i a = _mm512_and_si512(_mm512_srl_epi16(_mm512_loadu_si512(at), shift), mask);
         __m512i b = _mm512_and_si512(_mm512_srl_epi16(_mm512_loadu_si512(at + 64), shift), mask);
-        v = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), _mm512_packus_epi16(a, b));
+        v = _mm512_packus_epi16(a, b);
     } else {
         const __m512i mask = _mm512_set1_epi32((int)type.mask);
         __m512i a = _mm512_and_si512(_mm512_srl_epi32(_mm512_loadu_si512(at), shift), mask);
@@ -751,6 +782,32 @@ classes_avx512(const uint8_t *at, Type type, int lowest)
             _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), v);
     }
     return _mm512_min_epu8(_mm512_subs_epu8(v, low), top);
+}
+
+/* Eight numbers of a byte each in each of eight rows: rows become columns. */
+AVX512 static inline __attribute__((always_inline)) __m512i turn_bytes(__m512i rows, int width)
+{
+    const __m512i column = _mm512_setr_epi64(
+        0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303,
+        0x0404040404040404, 0x0505050505050505, 0x0606060606060606, 0x0707070707070707);
+    const __m512i row = _mm512_set1_epi64(width == 2 ? 0x3828180830201000 : 0x3830282018100800);
+    return _mm512_permutexvar_epi8(_mm512_or_si512(column, row), rows);
+}
+
+/* The four bits of the classes of two blocks: a row each for those of the first, then of the second. */
+AVX512 static inline __attribute__((always_inline)) __m512i
+two_blocks_avx512(const uint8_t *at, Type type, int lowest)
+{
+    const __m512i backwards = _mm512_set_epi64(
+        0x08090a0b0c0d0e0f, 0x0001020304050607, 0x08090a0b0c0d0e0f, 0x0001020304050607,
+        0x08090a0b0c0d0e0f, 0x0001020304050607, 0x08090a0b0c0d0e0f, 0x0001020304050607);
+    __m512i first = classes_avx512(at, type, lowest);
+    __m512i second = classes_avx512(at + BLOCK * type.width, type, lowest);
+    __m512i both = _mm512_or_si512(first, _mm512_slli_epi16(second, 4));
+    /* In each eight: bit i of byte j becomes bit j of byte i; as a matrix its last byte comes first. */
+    both = _mm512_shuffle_epi8(both, backwards);
+    both = _mm512_gf2p8affine_epi64_epi8(_mm512_set1_epi64((int64_t)0x8040201008040201), both, 0);
+    return turn_bytes(both, type.width);
 }
 
 /* The sizes of the intersections with four sets, a byte each. */
@@ -766,18 +823,23 @@ size_of_four_avx512(__m512i set, const __m512i ones[4])
     return _mm512_or_si512(a, c);
 }
 
-AVX512 static inline __attribute__((always_inline)) void
-stretch_avx512(Stretch *s, const uint8_t *at, Type type, int lowest)
+/* Take in the classes of a piece; return how many there are of each. */
+AVX512 static inline __attribute__((always_inline)) __m512i
+piece_avx512(Piece *p, const uint8_t *at, Type type, int lowest)
 {
-    for (int j = 0; j < BLOCKS; j++) {
-        __m512i classes = classes_avx512(at + (size_t)j * BLOCK * (size_t)type.width, type, lowest);
-        s->bit[0][j] = _mm512_test_epi8_mask(classes, _mm512_set1_epi8(1));
-        s->bit[1][j] = _mm512_test_epi8_mask(classes, _mm512_set1_epi8(2));
-        s->bit[2][j] = _mm512_test_epi8_mask(classes, _mm512_set1_epi8(4));
-        s->bit[3][j] = _mm512_test_epi8_mask(classes, _mm512_set1_epi8(8));
-    }
-    __m512i a = _mm512_loadu_si512(s->bit[0]), b = _mm512_loadu_si512(s->bit[1]);
-    __m512i c = _mm512_loadu_si512(s->bit[2]), d = _mm512_loadu_si512(s->bit[3]);
+    const size_t two = 2 * BLOCK * (size_t)type.width;
+    __m512i v = two_blocks_avx512(at, type, lowest), w = two_blocks_avx512(at + two, type, lowest);
+    __m512i x = two_blocks_avx512(at + 2 * two, type, lowest), y = two_blocks_avx512(at + 3 * two, type, lowest);
+    const __m512i zero_one = _mm512_setr_epi64(0, 4, 8, 12, 1, 5, 9, 13);
+    const __m512i two_three = _mm512_setr_epi64(2, 6, 10, 14, 3, 7, 11, 15);
+    __m512i e = _mm512_permutex2var_epi64(v, zero_one, w), f = _mm512_permutex2var_epi64(v, two_three, w);
+    __m512i g = _mm512_permutex2var_epi64(x, zero_one, y), h = _mm512_permutex2var_epi64(x, two_three, y);
+    __m512i a = _mm512_shuffle_i64x2(e, g, 0x44), b = _mm512_shuffle_i64x2(e, g, 0xee);
+    __m512i c = _mm512_shuffle_i64x2(f, h, 0x44), d = _mm512_shuffle_i64x2(f, h, 0xee);
+    _mm512_storeu_si512(p->bit[0], a);
+    _mm512_storeu_si512(p->bit[1], b);
+    _mm512_storeu_si512(p->bit[2], c);
+    _mm512_storeu_si512(p->bit[3], d);
     const __m512i all = _mm512_set1_epi64(-1);
     __m512i ones[4] = {
         _mm512_andnot_si512(_mm512_or_si512(a, b), all),
@@ -788,21 +850,22 @@ stretch_avx512(Stretch *s, const uint8_t *at, Type type, int lowest)
     __m512i fours[3] = {_mm512_andnot_si512(_mm512_or_si512(c, d), all), _mm512_andnot_si512(d, c), d};
     __m512i low = size_of_four_avx512(fours[0], ones), high = size_of_four_avx512(fours[2], ones);
     low = _mm512_or_si512(low, _mm512_slli_epi64(size_of_four_avx512(fours[1], ones), 32));
-    /* lanes of 16 bytes, a block each: even ones, odd ones, and then in their order */
-    __m512i even = _mm512_unpacklo_epi64(low, high), odd = _mm512_unpackhi_epi64(low, high);
-    const __m512i first = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11);
-    const __m512i second = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
-    _mm512_storeu_si512(s->sizes[0], _mm512_permutex2var_epi64(even, first, odd));
-    _mm512_storeu_si512(s->sizes[4], _mm512_permutex2var_epi64(even, second, odd));
+    low = turn_bytes(low, 1); /* rows of blocks become rows of classes */
+    high = turn_bytes(high, 1);
+    _mm512_storeu_si512(p->sizes, low);
+    _mm512_storeu_si512(p->sizes + 8, high);
+    __m256i of_low = _mm512_cvtepi64_epi32(_mm512_sad_epu8(low, _mm512_setzero_si512()));
+    __m256i of_high = _mm512_cvtepi64_epi32(_mm512_sad_epu8(high, _mm512_setzero_si512()));
+    return _mm512_inserti64x4(_mm512_castsi256_si512(of_low), of_high, 1);
 }
 
 /* Which elements of a block are of a class. */
-static inline uint64_t members_of(const Stretch *s, int block, int class)
+static inline uint64_t members_of(const Piece *p, int block, int class)
 {
     uint64_t not0 = (uint64_t)(class & 1) - 1, not1 = (uint64_t)(class >> 1 & 1) - 1;
     uint64_t not2 = (uint64_t)(class >> 2 & 1) - 1, not3 = (uint64_t)(class >> 3 & 1) - 1;
-    return (s->bit[0][block] ^ not0) & (s->bit[1][block] ^ not1) & (s->bit[2][block] ^ not2)
-           & (s->bit[3][block] ^ not3);
+    return (p->bit[0][block] ^ not0) & (p->bit[1][block] ^ not1) & (p->bit[2][block] ^ not2)
+           & (p->bit[3][block] ^ not3);
 }
 
 AVX512 static inline __attribute__((always_inline)) uint64_t
@@ -821,39 +884,43 @@ changed_avx512(const uint8_t *base, const uint8_t *next, int width)
     return changed;
 }
 
-/* Find what changed in whole stretches; return how many elements these are. */
+/* The sum of the first `blocks` bytes, fewer than eight. */
+AVX512 static inline uint32_t sum_before(uint64_t bytes, int blocks)
+{
+    __m128i some = _mm_cvtsi64_si128((int64_t)_bzhi_u64(bytes, 8 * (uint32_t)blocks));
+    return (uint32_t)_mm_cvtsi128_si32(_mm_sad_epu8(some, _mm_setzero_si128()));
+}
+
+/* Find what changed in whole pieces; return how many elements these are. */
 AVX512 static inline __attribute__((always_inline)) size_t
 find_avx512(Finder *f, const uint8_t *base, const uint8_t *next, size_t count, Type type, int lowest)
 {
     size_t i = 0;
-    Stretch s;
-    __m512i since = _mm512_loadu_si512(f->since);
-    for (; i + STRETCH <= count; i += STRETCH) {
-        stretch_avx512(&s, base + i * (size_t)type.width, type, lowest);
+    Piece p;
+    __m512i passed = _mm512_loadu_si512(f->passed);
+    for (; i + PIECE <= count; i += PIECE) {
+        const uint8_t *b = base + i * (size_t)type.width, *n = next + i * (size_t)type.width;
+        size_t from = f->count;
+        __m512i sizes = piece_avx512(&p, b, type, lowest);
+        _mm512_storeu_si512(f->passed, passed);
         for (int j = 0; j < BLOCKS; j++) {
-            size_t at = i + (size_t)j * BLOCK;
-            const uint8_t *b = base + at * (size_t)type.width, *n = next + at * (size_t)type.width;
-            uint64_t changed = changed_avx512(b, n, type.width);
-            if (changed)
-                _mm512_storeu_si512(f->since, since);
-            while (changed) {
+            size_t skip = (size_t)j * BLOCK * (size_t)type.width;
+            uint64_t changed = changed_avx512(b + skip, n + skip, type.width);
+            for (; changed; changed &= changed - 1) {
                 int bit = __builtin_ctzll(changed);
-                changed &= changed - 1;
-                uint64_t old = load(b + bit * type.width, type.width);
-                uint64_t new = load(n + bit * type.width, type.width);
+                uint64_t old = load(b + skip + bit * type.width, type.width);
+                uint64_t new = load(n + skip + bit * type.width, type.width);
                 int class = class_of(exponent_of(old, type), lowest);
-                uint64_t earlier = members_of(&s, j, class) & (((uint64_t)1 << bit) - 1);
-                uint32_t before = (uint32_t)count_bits(earlier);
-                if (!find_one(f, old, new, f->since[class] + before, type, lowest))
+                uint64_t earlier = members_of(&p, j, class) & (((uint64_t)1 << bit) - 1);
+                uint32_t before = sum_before(p.sizes[class], j) + (uint32_t)count_bits(earlier);
+                if (!find_one(f, old, new, class, f->passed[class] + before, type, lowest))
                     return count;
-                f->since[class] = 0u - before - 1;
-                since = _mm512_mask_set1_epi32(since, (__mmask16)(1u << class), (int)f->since[class]);
             }
-            __m128i sizes = _mm_loadu_si128((const __m128i *)s.sizes[j]);
-            since = _mm512_add_epi32(since, _mm512_cvtepu8_epi32(sizes));
         }
+        sort_piece(f, from);
+        passed = _mm512_add_epi32(passed, sizes);
     }
-    _mm512_storeu_si512(f->since, since);
+    _mm512_storeu_si512(f->passed, passed);
     return i;
 }
 
@@ -867,7 +934,7 @@ AVX512 static size_t find_segment_avx512(Finder *f, const Segment *s, Type type,
 }
 #endif
 
-/* The changes of a block. Leaves `since` counted from the block's start. */
+/* The changes of a block. */
 AVX2 static int find_block_avx2(Finder *f, const uint8_t *b, const uint8_t *n, uint64_t changed,
                                 const uint64_t *of, Type type, int lowest)
 {
@@ -878,9 +945,8 @@ AVX2 static int find_block_avx2(Finder *f, const uint8_t *b, const uint8_t *n, u
         uint64_t new = load(n + bit * type.width, type.width);
         int class = class_of(exponent_of(old, type), lowest);
         uint32_t before = (uint32_t)count_bits(of[class] & (((uint64_t)1 << bit) - 1));
-        if (!find_one(f, old, new, f->since[class] + before, type, lowest))
+        if (!find_one(f, old, new, class, f->passed[class] + before, type, lowest))
             return 0;
-        f->since[class] = 0u - before - 1;
     }
     return 1;
 }
@@ -888,29 +954,28 @@ AVX2 static int find_block_avx2(Finder *f, const uint8_t *b, const uint8_t *n, u
 AVX2 static inline __attribute__((always_inline)) void
 find_avx2(Finder *f, const uint8_t *base, const uint8_t *next, size_t count, Type type, int lowest)
 {
-    size_t i = 0;
-    __m256i low = load_avx2((const uint8_t *)f->since);
-    __m256i high = load_avx2((const uint8_t *)(f->since + 8));
-    for (; i + BLOCK <= count; i += BLOCK) {
+    size_t from = f->count;
+    for (size_t i = 0; i < count; i += BLOCK) {
         const uint8_t *b = base + i * (size_t)type.width, *n = next + i * (size_t)type.width;
         uint64_t of[LANES] = {0};
+        if (i % PIECE == 0) {
+            sort_piece(f, from);
+            from = f->count;
+        }
+        if (count - i < BLOCK) {
+            if (!find_some(f, b, n, count - i, type, lowest))
+                return;
+            continue;
+        }
         uint64_t changed = changed_avx2(b, n, type.width);
         members_avx2(b, type, lowest, of);
-        if (changed) {
-            _mm256_storeu_si256((__m256i *)f->since, low);
-            _mm256_storeu_si256((__m256i *)(f->since + 8), high);
-            if (!find_block_avx2(f, b, n, changed, of, type, lowest))
-                return;
-            low = load_avx2((const uint8_t *)f->since);
-            high = load_avx2((const uint8_t *)(f->since + 8));
-        }
-        low = _mm256_add_epi32(low, sizes_avx2(of));
-        high = _mm256_add_epi32(high, sizes_avx2(of + 8));
+        if (changed && !find_block_avx2(f, b, n, changed, of, type, lowest))
+            return;
+        __m256i *low = (__m256i *)f->passed, *high = low + 1;
+        _mm256_storeu_si256(low, _mm256_add_epi32(_mm256_loadu_si256(low), sizes_avx2(of)));
+        _mm256_storeu_si256(high, _mm256_add_epi32(_mm256_loadu_si256(high), sizes_avx2(of + 8)));
     }
-    _mm256_storeu_si256((__m256i *)f->since, low);
-    _mm256_storeu_si256((__m256i *)(f->since + 8), high);
-    if (i < count)
-        find_portable(f, base + i * (size_t)type.width, next + i * (size_t)type.width, count - i, type, lowest);
+    sort_piece(f, from);
 }
 
 AVX2 static void find_segment_avx2(Finder *f, const Segment *s, Type type, int lowest)
@@ -950,34 +1015,36 @@ static void find(Finder *f, const Segment *s, size_t segments, Type type, int lo
 
 /* --- coding changes ----------------------------------------------------------------------------- */
 
-static void put_gap(Writer *w, Model *m, int class, const Event *event)
+/* The gaps of a class, up to the one that says that no change follows. */
+static void put_gaps(Writer *w, Model *m, const Finder *f, int class, size_t event)
 {
-    Table *t = gap_table(m, class);
-    if (event == NULL) {
-        put_symbol(w, t, m->gap_symbols - 1);
-        return;
+    Course c;
+    begin_course(&c, m, class);
+    for (; event < f->count; event = f->events[event].following) {
+        uint32_t gap = f->events[event].gap;
+        int extra, symbol = bucket_of(gap, &extra);
+        put_symbol(w, (int)(w->count & 1), gap_table(m, c.context), symbol);
+        put_bits(w, gap + (1u << SUB_BITS), extra);
+        learn_gap(&c, symbol);
     }
-    int extra, symbol = bucket_of(event->gap, &extra);
-    put_symbol(w, t, symbol);
-    put_bits(w, (event->gap + (1u << SUB_BITS)) & (((uint64_t)1 << extra) - 1), extra);
+    put_symbol(w, (int)(w->count & 1), gap_table(m, c.context), m->gap_symbols - 1);
 }
 
 static void put_value(Writer *w, Model *m, const Event *event)
 {
     int bits, negative = event->difference < 0;
     uint64_t rest = 0, d = (uint64_t)event->difference, size = negative ? (uint64_t)0 - d : d;
-    put_bit(w, &m->ones[event->exponent], size > 1, ONE_RATE);
+    put_bit(w, SIZES, &m->ones[event->exponent], size > 1, ONE_RATE);
     if (size > 1) {
-        put_symbol(w, value_table(m, event->exponent), value_symbol(size, &bits, &rest));
+        put_symbol(w, SIZES, value_table(m, event->exponent), value_symbol(size, &bits, &rest));
         put_bits(w, rest, bits);
     }
-    put_bit(w, sign_of(m), negative, SIGN_RATE);
-    learn_lean(m, negative);
+    put_bit(w, SIGNS, &m->signs[m->last], negative, SIGN_RATE);
+    m->last = follow_signs(m->last, negative);
 }
 
-/* Write what decode reads: for each class its first gap, then for each change its value and the next
- * gap of its class. */
-static int write_events(Writer *gaps, Writer *values, Model *m, Finder *f)
+/* Write what decode reads: the gaps of each class, then the values in the order of the elements. */
+static int write_events(Writer *w, Model *m, Finder *f)
 {
     size_t first[CLASSES];
     for (int k = 0; k < CLASSES; k++)
@@ -986,15 +1053,11 @@ static int write_events(Writer *gaps, Writer *values, Model *m, Finder *f)
         f->events[i].following = (uint32_t)first[f->events[i].class];
         first[f->events[i].class] = i;
     }
-    for (int k = 0; k < CLASSES; k++)
-        put_gap(gaps, m, k, first[k] < f->count ? &f->events[first[k]] : NULL);
-    for (size_t i = 0; i < f->count && !gaps->failed && !values->failed; i++) {
-        const Event *e = &f->events[i];
-        saw(m, e->class, e->gap);
-        put_value(values, m, e);
-        put_gap(gaps, m, e->class, e->following < f->count ? &f->events[e->following] : NULL);
-    }
-    return !gaps->failed && !values->failed;
+    for (int k = 0; k < CLASSES && !w->failed; k++)
+        put_gaps(w, m, f, k, first[k]);
+    for (size_t i = 0; i < f->count && !w->failed; i++)
+        put_value(w, m, &f->events[i]);
+    return !w->failed;
 }
 
 static inline uint32_t coded(uint32_t state, uint32_t op)
@@ -1009,150 +1072,246 @@ static inline int is_full(uint32_t state, uint32_t op)
 }
 
 /* Code the operations, the last one first; return the bytes after `head` free ones, or NULL. */
-static uint8_t *finish(const Writer *gaps, const Writer *values, size_t head, size_t *length)
+static uint8_t *finish(const Writer *w, size_t head, size_t *length)
 {
-    size_t most = gaps->count + values->count, room = head + 8 + 2 * most;
+    size_t of_bits = (w->bit_count + 7) / 8, room = head + 4 * STATES + 2 * w->count + of_bits;
     uint8_t *bytes = malloc(room);
     if (bytes == NULL)
         return NULL;
-    /* Values are read from the end: what is coded last lies last. */
-    uint8_t *at = bytes + head;
-    uint32_t state = STATE_LOW;
-    for (size_t i = values->count; i-- > 0;) {
-        if (is_full(state, values->ops[i])) {
-            store(at, 2, state);
-            at += 2;
-            state >>= 16;
-        }
-        state = coded(state, values->ops[i]);
-    }
-    store(at, 4, state);
-    uint8_t *middle = at + 4;
-    /* Gaps from the beginning: coded from the end of the room on, then joined to the values. */
-    at = bytes + room;
-    state = STATE_LOW;
-    for (size_t i = gaps->count; i-- > 0;) {
-        if (is_full(state, gaps->ops[i])) {
+    uint8_t *end = bytes + room, *at = end;
+    uint32_t state[STATES] = {STATE_LOW, STATE_LOW};
+    for (size_t i = w->count; i-- > 0;) {
+        uint32_t op = w->ops[i] & 0x7fffffff, *own = &state[w->ops[i] >> 31];
+        if (is_full(*own, op)) {
             at -= 2;
-            store(at, 2, state);
-            state >>= 16;
+            store(at, 2, *own);
+            *own >>= 16;
         }
-        state = coded(state, gaps->ops[i]);
+        *own = coded(*own, op);
     }
-    at -= 4;
-    store(at, 4, state);
-    /* gaps | values: turn the two around */
-    size_t of_values = (size_t)(middle - bytes) - head, of_gaps = (size_t)(bytes + room - at);
-    uint8_t *joined = malloc(head + of_values + of_gaps);
-    if (joined != NULL) {
-        memcpy(joined + head, at, of_gaps);
-        memcpy(joined + head + of_gaps, bytes + head, of_values);
-        *length = head + of_gaps + of_values;
+    for (int k = STATES; k-- > 0;) {
+        at -= 4;
+        store(at, 4, state[k]);
     }
-    free(bytes);
-    return joined;
+    size_t of_words = (size_t)(end - at);
+    memmove(bytes + head, at, of_words);
+    *length = head + of_words + of_bits;
+    for (size_t i = 0; i < of_bits; i++)
+        bytes[*length - 1 - i] = w->bits[i];
+    return bytes;
 }
 
 /* --- applying changes ---------------------------------------------------------------------------- */
 
 #define NEVER ((uint32_t)1 << 30) /* more elements than a frame has */
 
+enum { MOST_CHANGES = 3 << 20, ENOUGH = 64, PLACES = ENOUGH + PIECE };
+
 typedef struct {
     Reader *reader;
     Model *model;
     Type type;
     int lowest;
-    uint32_t ahead[LANES]; /* elements of the class before its next change */
-    uint32_t gap[LANES];   /* what `ahead` was when it was read */
-    int wrong;
+    uint32_t *due;          /* which elements of each class change, counted within it; each closed by NEVER */
+    size_t dues, room;
+    const uint32_t *later[CLASSES]; /* what comes after the one in `next` */
+    _Alignas(64) uint32_t next[LANES];   /* which element of the class changes next */
+    _Alignas(64) uint32_t passed[LANES];  /* elements of the class until here */
+    size_t placed;          /* changes whose values are not read yet: few enough to find them in the cache */
+    uint32_t places[PLACES];
 } Applier;
 
-static inline __attribute__((always_inline)) uint32_t
-get_gap(Applier *a, int class)
+static int more_room(Applier *a)
 {
-    int symbol = get_symbol(a->reader, GAPS, gap_table(a->model, class));
-    if (symbol == a->model->gap_symbols - 1 || a->reader->over)
-        return NEVER;
-    int extra;
-    uint64_t gap = bucket_start(symbol, &extra);
-    gap += get_bits(a->reader, GAPS, extra);
-    return gap < NEVER ? (uint32_t)gap : NEVER;
+    size_t room = a->room ? 2 * a->room : 4096;
+    uint32_t *due = realloc(a->due, room * sizeof *due);
+    if (due == NULL)
+        return 0;
+    a->due = due;
+    a->room = room;
+    return 1;
 }
 
-/* More than one, which is rare. */
-static __attribute__((noinline)) uint64_t get_size(Applier *a, int exponent)
+/* Read the gaps of all classes. Return 0, or -1 without memory, or 1 for what encode never wrote. */
+static int read_gaps(Applier *a, uint64_t elements)
 {
-    int symbol = get_symbol(a->reader, VALUES, value_table(a->model, exponent));
-    if (symbol <= SMALL_VALUES - 2)
-        return (uint64_t)symbol + 2;
-    int top = symbol - (SMALL_VALUES - 4);
-    return (uint64_t)1 << top | get_bits(a->reader, VALUES, top);
-}
-
-static inline __attribute__((always_inline)) int64_t
-get_value(Applier *a, int exponent)
-{
-    uint64_t size = 1;
-    if (get_bit(a->reader, VALUES, &a->model->ones[exponent], ONE_RATE))
-        size = get_size(a, exponent);
-    int negative = get_bit(a->reader, VALUES, sign_of(a->model), SIGN_RATE);
-    learn_lean(a->model, negative);
-    uint64_t all = (uint64_t)0 - (uint64_t)negative;
-    return (int64_t)((size ^ all) - all);
-}
-
-/* The element at `at`, of `class`, changes. Leaves in `gap` how many elements of the class come before
- * the next change. */
-static inline __attribute__((always_inline)) void
-apply_one(Applier *a, uint8_t *at, uint64_t old, int class, Type type)
-{
-    saw(a->model, class, a->gap[class]);
-    int64_t d = get_value(a, value_exponent(exponent_of(old, type), a->lowest));
-    store(at, type.width, from_order(to_order(old, type) + (uint64_t)d, type));
-    a->gap[class] = get_gap(a, class);
-}
-
-static inline void apply_portable(Applier *a, const uint8_t *base, uint8_t *out, size_t count,
-                                  Type type)
-{
-    memcpy(out, base, count * (size_t)type.width);
-    for (size_t i = 0; i < count; i++) {
-        uint64_t old = load(base + i * type.width, type.width);
-        int class = class_of(exponent_of(old, type), a->lowest);
-        if (a->ahead[class]-- == 0) {
-            apply_one(a, out + i * type.width, old, class, type);
-            a->ahead[class] = a->gap[class];
+    Reader r = *a->reader;
+    Model *m = a->model;
+    uint32_t now = r.state[0], then = r.state[1];
+    for (int k = 0; k < CLASSES; k++) {
+        Course c;
+        begin_course(&c, m, k);
+        for (uint64_t count = 0;;) {
+            uint32_t due = NEVER;
+            int symbol = get_symbol(&r, &now, gap_table(m, c.context));
+            uint32_t turn = now;
+            now = then;
+            then = turn;
+            if (a->dues == a->room && !more_room(a))
+                return -1;
+            if (symbol < m->gap_symbols - 1) {
+                int extra;
+                count += bucket_start(symbol, &extra);
+                count += get_bits(&r, extra);
+                if (count >= elements || a->dues >= MOST_CHANGES + CLASSES || r.over)
+                    return 1;
+                due = (uint32_t)count++;
+                learn_gap(&c, symbol);
+            }
+            a->due[a->dues++] = due;
+            if (due == NEVER)
+                break;
         }
+    }
+    r.state[a->dues & 1] = now;
+    r.state[1 - (a->dues & 1)] = then;
+    *a->reader = r;
+    return 0;
+}
+
+static void begin_classes(Applier *a)
+{
+    const uint32_t *at = a->due;
+    for (int k = 0; k < LANES; k++) {
+        a->next[k] = NEVER;
+        if (k >= CLASSES)
+            continue;
+        a->next[k] = *at++;
+        a->later[k] = at;
+        if (a->next[k] != NEVER)
+            while (*at++ != NEVER)
+                ;
     }
 }
 
-#if HAVE_AVX2_PATH
-AVX2 static inline uint32_t nth_bit(uint64_t bits, uint32_t n)
+/* More than one, which is rare. */
+static __attribute__((noinline)) uint64_t get_size(Reader *r, Table *t)
 {
-    return (uint32_t)__builtin_ctzll(_pdep_u64((uint64_t)1 << n, bits));
+    int symbol = get_symbol(r, &r->state[SIZES], t);
+    if (symbol <= SMALL_VALUES - 2)
+        return (uint64_t)symbol + 2;
+    int top = symbol - (SMALL_VALUES - 4), high = top > 32 ? top - 32 : 0;
+    uint64_t size = 1;
+    if (high)
+        size = size << high | get_bits(r, high);
+    return size << (top - high) | get_bits(r, top - high);
 }
 
-/* A block in which changes are due: of those classes whose next one comes before its end. Leaves
- * `ahead` counted from the block's start. */
-AVX2 static void apply_block_avx2(Applier *a, const uint8_t *b, uint8_t *o, const uint64_t *of,
-                                  uint32_t due, Type type)
+/* Read the values of the changes that were placed, and change the elements. */
+static inline __attribute__((always_inline)) void
+read_values(Applier *a, const uint8_t *base, uint8_t *out, Type type)
 {
-    while (due) {
-        int class = 0;
-        uint32_t bit = BLOCK;
-        for (uint32_t left = due; left; left &= left - 1) {
-            int k = __builtin_ctz(left);
-            uint32_t at = nth_bit(of[k], a->ahead[k]);
-            if (at < bit) {
-                bit = at;
-                class = k;
-            }
+    Reader r = *a->reader;
+    Model *m = a->model;
+    const int lowest = a->lowest;
+    const size_t placed = a->placed;
+    int last = m->last;
+    for (size_t i = 0; i < placed; i++) {
+        size_t at = (size_t)a->places[i] * (size_t)type.width;
+        uint64_t old = load(base + at, type.width), size = 1;
+        int exponent = value_exponent(exponent_of(old, type), lowest);
+        if (__builtin_expect(get_bit(&r, &r.state[SIZES], &m->ones[exponent], ONE_RATE), 0)) {
+            *a->reader = r;
+            size = get_size(a->reader, value_table(m, exponent));
+            r = *a->reader;
         }
-        uint64_t old = load(b + bit * (size_t)type.width, type.width);
-        apply_one(a, o + bit * (size_t)type.width, old, class, type);
-        a->ahead[class] += 1 + a->gap[class];
-        if (a->ahead[class] >= count_bits(of[class]))
-            due &= ~((uint32_t)1 << class);
+        int negative = get_bit(&r, &r.state[SIGNS], &m->signs[last], SIGN_RATE);
+        last = follow_signs(last, negative);
+        uint64_t all = (uint64_t)0 - (uint64_t)negative;
+        store(out + at, type.width, from_order(to_order(old, type) + ((size ^ all) - all), type));
+    }
+    m->last = last;
+    *a->reader = r;
+    a->placed = 0;
+}
+
+static __attribute__((noinline)) void apply_values(Applier *a, const uint8_t *base, uint8_t *out, Type type)
+{
+    if (type.is_float) {
+        type.is_float = 1;
+        switch (type.width) {
+        case 1: type.width = 1; read_values(a, base, out, type); break;
+        case 2: type.width = 2; read_values(a, base, out, type); break;
+        case 4: type.width = 4; read_values(a, base, out, type); break;
+        default: type.width = 8; read_values(a, base, out, type);
+        }
+        return;
+    }
+    type.is_float = 0;
+    switch (type.width) {
+    case 1: type.width = 1; read_values(a, base, out, type); break;
+    case 2: type.width = 2; read_values(a, base, out, type); break;
+    case 4: type.width = 4; read_values(a, base, out, type); break;
+    default: type.width = 8; read_values(a, base, out, type);
+    }
+}
+
+/* Places of a piece as they were found, and their classes. */
+typedef struct {
+    size_t count;
+    uint32_t places[PIECE];
+    uint8_t classes[PIECE];
+} Found;
+
+static inline void found(Applier *a, Found *f, int class, size_t at)
+{
+    f->places[f->count] = (uint32_t)at;
+    f->classes[f->count++] = (uint8_t)class;
+    a->next[class] = *a->later[class]++;
+}
+
+/* Those of each class in turn: so their values come. */
+static void place(Applier *a, Found *f)
+{
+    size_t at[CLASSES] = {0}, start = a->placed;
+    for (size_t i = 0; i < f->count; i++)
+        at[f->classes[i]]++;
+    for (int k = 0; k < CLASSES; k++) {
+        size_t size = at[k];
+        at[k] = start;
+        start += size;
+    }
+    for (size_t i = 0; i < f->count; i++)
+        a->places[at[f->classes[i]]++] = f->places[i];
+    a->placed += f->count;
+    f->count = 0;
+}
+
+static inline void find_due(Applier *a, Found *f, const uint8_t *base, size_t from, size_t until, Type type)
+{
+    for (size_t i = from; i < until; i++) {
+        int class = class_of(exponent_of(load(base + i * type.width, type.width), type), a->lowest);
+        if (a->passed[class]++ == a->next[class])
+            found(a, f, class, i);
+    }
+}
+
+static inline void apply_portable(Applier *a, const uint8_t *base, uint8_t *out, size_t count, Type type)
+{
+    Found f;
+    f.count = 0;
+    memcpy(out, base, count * (size_t)type.width);
+    for (size_t i = 0; i < count; i += PIECE) {
+        find_due(a, &f, base, i, count - i < PIECE ? count : i + PIECE, type);
+        if (f.count)
+            place(a, &f);
+        if (a->placed >= ENOUGH)
+            apply_values(a, base, out, type);
+    }
+    apply_values(a, base, out, type);
+}
+
+#if HAVE_AVX2_PATH
+/* The changes of a block; `due` says of which classes. */
+AVX2 static void find_due_avx2(Applier *a, Found *f, const uint64_t *of, uint32_t due, size_t from)
+{
+    for (; due; due &= due - 1) {
+        int k = __builtin_ctz(due);
+        uint32_t end = a->passed[k] + (uint32_t)count_bits(of[k]);
+        do {
+            uint64_t bit = _pdep_u64((uint64_t)1 << (a->next[k] - a->passed[k]), of[k]);
+            found(a, f, k, from + (size_t)__builtin_ctzll(bit));
+        } while (a->next[k] < end);
     }
 }
 
@@ -1160,8 +1319,10 @@ AVX2 static inline __attribute__((always_inline)) void
 apply_avx2(Applier *a, const uint8_t *base, uint8_t *out, size_t count, Type type)
 {
     size_t i = 0;
-    __m256i low = load_avx2((const uint8_t *)a->ahead);
-    __m256i high = load_avx2((const uint8_t *)(a->ahead + 8));
+    Found f;
+    f.count = 0;
+    __m256i low = load_avx2((const uint8_t *)a->passed), high = load_avx2((const uint8_t *)(a->passed + 8));
+    __m256i low_next = load_avx2((const uint8_t *)a->next), high_next = load_avx2((const uint8_t *)(a->next + 8));
     for (; i + BLOCK <= count; i += BLOCK) {
         const uint8_t *b = base + i * (size_t)type.width;
         uint8_t *o = out + i * (size_t)type.width;
@@ -1169,69 +1330,101 @@ apply_avx2(Applier *a, const uint8_t *base, uint8_t *out, size_t count, Type typ
         for (int j = 0; j < BLOCK * type.width; j += 32)
             _mm256_storeu_si256((__m256i *)(o + j), load_avx2(b + j));
         members_avx2(b, type, a->lowest, of);
-        __m256i low_sizes = sizes_avx2(of), high_sizes = sizes_avx2(of + 8);
-        __m256i low_due = _mm256_cmpgt_epi32(low_sizes, low), high_due = _mm256_cmpgt_epi32(high_sizes, high);
+        __m256i low_end = _mm256_add_epi32(low, sizes_avx2(of));
+        __m256i high_end = _mm256_add_epi32(high, sizes_avx2(of + 8));
+        __m256i low_due = _mm256_cmpgt_epi32(low_end, low_next);
+        __m256i high_due = _mm256_cmpgt_epi32(high_end, high_next);
         uint32_t due = (uint32_t)_mm256_movemask_ps(_mm256_castsi256_ps(low_due))
                        | (uint32_t)_mm256_movemask_ps(_mm256_castsi256_ps(high_due)) << 8;
         if (due) {
-            _mm256_storeu_si256((__m256i *)a->ahead, low);
-            _mm256_storeu_si256((__m256i *)(a->ahead + 8), high);
-            apply_block_avx2(a, b, o, of, due, type);
-            low = load_avx2((const uint8_t *)a->ahead);
-            high = load_avx2((const uint8_t *)(a->ahead + 8));
+            _mm256_storeu_si256((__m256i *)a->passed, low);
+            _mm256_storeu_si256((__m256i *)(a->passed + 8), high);
+            find_due_avx2(a, &f, of, due, i);
+            low_next = load_avx2((const uint8_t *)a->next);
+            high_next = load_avx2((const uint8_t *)(a->next + 8));
         }
-        low = _mm256_sub_epi32(low, low_sizes);
-        high = _mm256_sub_epi32(high, high_sizes);
+        low = low_end;
+        high = high_end;
+        if (f.count && (i + BLOCK) % PIECE == 0) {
+            place(a, &f);
+            if (a->placed >= ENOUGH)
+                apply_values(a, base, out, type);
+        }
     }
-    _mm256_storeu_si256((__m256i *)a->ahead, low);
-    _mm256_storeu_si256((__m256i *)(a->ahead + 8), high);
-    if (i < count)
-        apply_portable(a, base + i * (size_t)type.width, out + i * (size_t)type.width, count - i, type);
+    _mm256_storeu_si256((__m256i *)a->passed, low);
+    _mm256_storeu_si256((__m256i *)(a->passed + 8), high);
+    memcpy(out + i * (size_t)type.width, base + i * (size_t)type.width, (count - i) * (size_t)type.width);
+    find_due(a, &f, base, i, count, type);
+    place(a, &f);
+    apply_values(a, base, out, type);
 }
 
 #if HAVE_AVX512_PATH
-/* Apply what changes in whole stretches; return how many elements these are. */
+/* Where in a piece the element number `n` of a class is; there are more than `n`. No branches: which block it is
+ * cannot be foreseen. */
+AVX512 static inline __attribute__((always_inline)) uint64_t
+find_place(const Piece *p, int class, uint32_t n, int *block)
+{
+    const uint64_t even = 0x00ff00ff00ff00ff, each = 0x0001000100010001, high = 0x8000800080008000;
+    uint64_t sizes = p->sizes[class];
+    uint64_t pairs = ((sizes & even) + (sizes >> 8 & even)) * each; /* of blocks: how many until the end of each */
+    uint64_t over = ((n * each | high) - pairs) & high;
+    int pair = 16 * (int)count_bits(over);
+    n -= (uint32_t)(pairs << 16 >> pair) & 0xffff;
+    uint32_t first = (uint32_t)(sizes >> pair) & 0xff;
+    uint32_t second = n >= first;
+    n -= first & (0 - second);
+    *block = pair / 8 + (int)second;
+    return _pdep_u64((uint64_t)1 << n, members_of(p, *block, class));
+}
+
+enum { FORWARD = 4096 }; /* bytes that are asked for before they are needed */
+
+/* Copy a piece, and take in its classes: how many there are of each until its end. */
+AVX512 static inline __attribute__((always_inline)) void
+copy_avx512(Piece *p, const uint8_t *b, uint8_t *o, Type type, int lowest, const uint32_t *before)
+{
+    for (int k = 0; k < BLOCKS * type.width; k++)
+        _mm_prefetch((const char *)((uintptr_t)b + FORWARD + 64 * (unsigned)k), _MM_HINT_T0);
+    for (int k = 0; k < BLOCKS * type.width; k++)
+        _mm512_storeu_si512(o + 64 * k, _mm512_loadu_si512(b + 64 * k));
+    __m512i sizes = piece_avx512(p, b, type, lowest);
+    _mm512_store_si512(p->begin, _mm512_load_si512(before));
+    _mm512_store_si512(p->end, _mm512_add_epi32(_mm512_load_si512(before), sizes));
+}
+
+/* Apply what changes in whole pieces; return how many elements these are. The next piece is taken in before
+ * this one's changes are placed, which is all branches: the processor goes on with the one meanwhile. */
 AVX512 static inline __attribute__((always_inline)) size_t
 apply_avx512(Applier *a, const uint8_t *base, uint8_t *out, size_t count, Type type)
 {
-    size_t i = 0;
-    Stretch s;
-    __m512i ahead = _mm512_loadu_si512(a->ahead);
-    for (; i + STRETCH <= count; i += STRETCH) {
-        stretch_avx512(&s, base + i * (size_t)type.width, type, a->lowest);
-        for (int j = 0; j < BLOCKS; j++) {
-            size_t at = i + (size_t)j * BLOCK;
-            const uint8_t *b = base + at * (size_t)type.width;
-            uint8_t *o = out + at * (size_t)type.width;
-            for (int k = 0; k < type.width; k++)
-                _mm512_storeu_si512(o + 64 * k, _mm512_loadu_si512(b + 64 * k));
-            __m512i sizes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)s.sizes[j]));
-            uint32_t due = number_of_16(_mm512_cmpgt_epi32_mask(sizes, ahead));
-            if (due)
-                _mm512_storeu_si512(a->ahead, ahead);
-            while (due) {
-                int class = 0;
-                uint32_t bit = BLOCK;
-                for (uint32_t left = due; left; left &= left - 1) {
-                    int k = __builtin_ctz(left);
-                    uint32_t place = nth_bit(members_of(&s, j, k), a->ahead[k]);
-                    if (place < bit) {
-                        bit = place;
-                        class = k;
-                    }
-                }
-                uint64_t old = load(b + bit * (size_t)type.width, type.width);
-                apply_one(a, o + bit * (size_t)type.width, old, class, type);
-                a->ahead[class] += 1 + a->gap[class];
-                ahead = _mm512_mask_set1_epi32(ahead, (__mmask16)(1u << class), (int)a->ahead[class]);
-                if (a->ahead[class] >= s.sizes[j][class])
-                    due &= ~((uint32_t)1 << class);
-            }
-            ahead = _mm512_sub_epi32(ahead, sizes);
+    const size_t whole = count / PIECE * PIECE;
+    Piece two[2];
+    __m512i next = _mm512_load_si512(a->next);
+    if (whole)
+        copy_avx512(&two[0], base, out, type, a->lowest, a->passed);
+    for (size_t i = 0; i < whole; i += PIECE) {
+        const Piece *p = &two[i / PIECE & 1];
+        uint32_t due = number_of_16(_mm512_cmpgt_epi32_mask(_mm512_load_si512(p->end), next));
+        if (i + PIECE < whole) {
+            size_t skip = (i + PIECE) * (size_t)type.width;
+            copy_avx512(&two[~(i / PIECE) & 1], base + skip, out + skip, type, a->lowest, p->end);
+        } else
+            _mm512_store_si512(a->passed, _mm512_load_si512(p->end));
+        while (due) {
+            int k = __builtin_ctz(due), block;
+            uint64_t bit = find_place(p, k, a->next[k] - p->begin[k], &block);
+            a->places[a->placed++] = (uint32_t)(i + (size_t)block * BLOCK + (size_t)__builtin_ctzll(bit));
+            uint32_t later = *a->later[k]++;
+            a->next[k] = later;
+            next = _mm512_mask_set1_epi32(next, (__mmask16)(1u << k), (int)later);
+            due &= ~((uint32_t)(later >= p->end[k]) << k);
         }
+        if (a->placed >= ENOUGH)
+            apply_values(a, base, out, type);
     }
-    _mm512_storeu_si512(a->ahead, ahead);
-    return i;
+    apply_values(a, base, out, type);
+    return whole;
 }
 
 AVX512 static size_t apply_segment_avx512(Applier *a, const Segment *s, Type type)
@@ -1318,11 +1511,10 @@ static int all_same(const Segment *s, size_t segments, Type type)
 static uint8_t *encode(const Segment *s, size_t segments, Type type, size_t most, size_t *length, int *full)
 {
     Finder f;
-    Writer gaps, values;
+    Writer w;
     memset(&f, 0, sizeof f);
-    memset(&gaps, 0, sizeof gaps);
-    memset(&values, 0, sizeof values);
-    f.most = most;
+    memset(&w, 0, sizeof w);
+    f.most = most < MOST_CHANGES ? most : MOST_CHANGES;
     *length = 0;
     *full = 0;
     if (all_same(s, segments, type))
@@ -1339,13 +1531,13 @@ static uint8_t *encode(const Segment *s, size_t segments, Type type, size_t most
         /* Where to look for the first changes: the average gap of the lowest class. */
         int first = 0;
         if (f.count) {
-            int64_t mean = log2_half(elements / f.count / 32);
+            int64_t mean = log2_of_half(elements / f.count / 16 + 1);
             first = (int)(mean < 0 ? 0 : mean / (ONE / 4));
         }
         if (m != NULL) {
             begin_model(m, elements, first);
-            if (write_events(&gaps, &values, m, &f))
-                bytes = finish(&gaps, &values, HEAD, length);
+            if (write_events(&w, m, &f))
+                bytes = finish(&w, HEAD, length);
             free(m);
         }
         if (bytes != NULL) {
@@ -1355,15 +1547,15 @@ static uint8_t *encode(const Segment *s, size_t segments, Type type, size_t most
         }
     }
     free(f.events);
-    free(gaps.ops);
-    free(values.ops);
+    free(w.ops);
+    free(w.bits);
     return bytes;
 }
 
 /* Return 0, or -1 without memory, or 1 for bytes that encode never wrote. */
 static int decode(const uint8_t *bytes, size_t length, const Segment *s, size_t segments, Type type)
 {
-    if (length < HEAD + 8 || (bytes[0] | (uint64_t)bytes[1] << 8) > type.mask)
+    if (length < HEAD + 4 * STATES || (bytes[0] | (uint64_t)bytes[1] << 8) > type.mask)
         return 1;
     Model *m = malloc(sizeof *m);
     if (m == NULL)
@@ -1371,9 +1563,13 @@ static int decode(const uint8_t *bytes, size_t length, const Segment *s, size_t 
     uint64_t elements = 0;
     for (size_t i = 0; i < segments; i++)
         elements += s[i].count;
-    Reader r = {bytes + HEAD + 4, bytes + length - 4, 0, 0, 0};
-    r.gaps = (uint32_t)load(bytes + HEAD, 4);
-    r.values = (uint32_t)load(bytes + length - 4, 4);
+    Reader r;
+    memset(&r, 0, sizeof r);
+    r.words = bytes + HEAD + 4 * STATES;
+    r.end = bytes + length;
+    r.length = length;
+    for (int k = 0; k < STATES; k++)
+        r.state[k] = (uint32_t)load(bytes + HEAD + 4 * k, 4);
     Applier a;
     memset(&a, 0, sizeof a);
     a.reader = &r;
@@ -1381,13 +1577,20 @@ static int decode(const uint8_t *bytes, size_t length, const Segment *s, size_t 
     a.type = type;
     a.lowest = bytes[0] | bytes[1] << 8;
     begin_model(m, elements, bytes[2]);
-    for (int k = 0; k < CLASSES; k++)
-        a.ahead[k] = a.gap[k] = get_gap(&a, k);
-    apply(&a, s, segments);
+    int wrong = read_gaps(&a, elements);
+    if (!wrong) {
+        begin_classes(&a);
+        apply(&a, s, segments);
+        for (int k = 0; k < CLASSES; k++)
+            wrong |= a.next[k] != NEVER; /* a change was announced beyond the end */
+        wrong |= r.over || (size_t)(r.end - r.words) != (r.bits + 7) / 8;
+        if (!wrong && r.bits % 8)
+            wrong |= (uint8_t)(*r.words << r.bits % 8) != 0; /* what is left of the last byte */
+        wrong |= r.state[0] != STATE_LOW || r.state[1] != STATE_LOW;
+    }
+    free(a.due);
     free(m);
-    for (int k = 0; k < CLASSES; k++)
-        a.wrong |= a.ahead[k] < NEVER / 2; /* a change was announced beyond the end */
-    return a.wrong || r.over || r.low != r.high || r.gaps != STATE_LOW || r.values != STATE_LOW;
+    return wrong;
 }
 
 /* --- byte planes: for what changed so much that its places are not worth telling --------------------- */
@@ -1661,8 +1864,13 @@ static void do_planes(const Segment *s, size_t segments, Planes p, Type type,
 
 static void prepare(void)
 {
-    for (uint64_t i = 0; i < SMALL_LOGS; i++)
-        small_logs[i] = (int32_t)compute_log2_half(i);
+    int extra;
+    for (int i = 0; i < MOST_SYMBOLS; i++) {
+        uint64_t start = bucket_start(i, &extra);
+        bucket_logs[i] = (int32_t)log2_of_half(2 * start + ((uint64_t)1 << extra));
+    }
+    for (int i = 1; i < 50; i++)
+        rates[i] = i < 49 ? ONE / (i + 1) : OWN_RATE;
 }
 
 static int best_path(void)
@@ -1675,7 +1883,8 @@ static int best_path(void)
 #if HAVE_AVX512_PATH
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")
         && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")
-        && __builtin_cpu_supports("avx512vpopcntdq"))
+        && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vpopcntdq")
+        && __builtin_cpu_supports("gfni"))
         return WITH_AVX512;
 #endif
     return WITH_AVX2;

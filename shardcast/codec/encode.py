@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Protocol
 
 from shardcast.codec import kernel, planes
@@ -183,9 +183,7 @@ def encode_frame(new: memoryview, pieces: Sequence[Piece], base: BaseReader) -> 
 def _parts(new: memoryview, pieces: Sequence[Piece], base: BaseReader) -> list[_Part]:
     parts: dict[tuple[ElementType, bool, bool], _Part] = {}
     at = 0
-    for piece in pieces:
-        if not piece.length:
-            continue
+    for piece in _joined(pieces):
         key = (piece.type, piece.base is not None, piece.text)
         old = None
         if piece.base is not None:
@@ -194,6 +192,27 @@ def _parts(new: memoryview, pieces: Sequence[Piece], base: BaseReader) -> list[_
         part.runs.append(_Run(at, piece.length, piece.base, old))
         at += piece.length
     return list(parts.values())
+
+
+def _joined(pieces: Sequence[Piece]) -> list[Piece]:
+    """Join neighbours of a kind that lie together in the base, too: they become one segment.
+
+    Before they are coded: changes are told by the borders of the segments.
+    """
+    joined: list[Piece] = []
+    for piece in pieces:
+        if not piece.length:
+            continue
+        last = joined[-1] if joined else None
+        if last is not None and _kind(last) == _kind(piece) and _lie_together(last, piece):
+            joined[-1] = replace(last, length=last.length + piece.length)
+        else:
+            joined.append(piece)
+    return joined
+
+
+def _kind(piece: Piece) -> tuple[ElementType, bool]:
+    return piece.type, piece.text
 
 
 def _encode(part: _Part) -> list[tuple[Group, _Part]]:
@@ -272,14 +291,14 @@ def _merged(segments: Sequence[Segment]) -> list[Segment]:
     joined: list[Segment] = []
     for segment in segments:
         last = joined[-1] if joined else None
-        if last is not None and last.group == segment.group and _follows(last, segment):
+        if last is not None and last.group == segment.group and _lie_together(last, segment):
             joined[-1] = Segment(last.length + segment.length, last.group, last.base)
         else:
             joined.append(segment)
     return joined
 
 
-def _follows(first: Segment, second: Segment) -> bool:
+def _lie_together(first: Piece | Segment, second: Piece | Segment) -> bool:
     if first.base is None or second.base is None:
         return first.base is second.base
     return (second.base.file, second.base.offset) == (

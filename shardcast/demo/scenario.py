@@ -1,5 +1,7 @@
 """The demonstration itself: publish versions into a tree and prove that every worker got them.
 
+The first version travels whole, every later one as what changed since the one before.
+
 ::
 
     origin --+-- relay-1 --+-- worker-1   (from relay-1 and relay-2)
@@ -7,7 +9,8 @@
              +-- relay-2 --+-- relay-3 --+-- worker-2
                                          +-- worker-3
 
-relay-1 and relay-2 are siblings: together they fetch every byte from the origin once.
+relay-1 and relay-2 are siblings: together they fetch every byte from the origin once. The relays
+rebuild whole versions from deltas, so that none is fetched whole after the first.
 """
 
 from __future__ import annotations
@@ -45,9 +48,13 @@ class VersionResult:
         changed: Share of weights that differ from the version before; None for the first.
         publish_s: From the start of the command to the announced head.
         announced_ms: When it was announced, Unix milliseconds.
+        delta_bytes: What somebody fetches who holds the version before, as the head says; None where
+            no delta was announced.
         ready_s: Worker -> from the announcement until it held every verified shard.
         fetched: Worker -> bytes that it took over the network.
-        sent: Relay or origin -> bytes of blobs that it sent.
+        by_delta: Worker -> how many of these were delta blobs.
+        sent: Relay or origin -> bytes of blobs that it sent since the version before was whole
+            everywhere.
         equal: Worker -> whether its directory equals the source; filled after comparing.
         files: How many files were compared a worker.
     """
@@ -57,11 +64,23 @@ class VersionResult:
     changed: float | None
     publish_s: float
     announced_ms: int
+    delta_bytes: int | None = None
     ready_s: dict[str, float] = field(default_factory=dict)
     fetched: dict[str, int] = field(default_factory=dict)
+    by_delta: dict[str, int] = field(default_factory=dict)
     sent: dict[str, int] = field(default_factory=dict)
     equal: dict[str, bool] = field(default_factory=dict)
     files: int = 0
+
+    @property
+    def wire_bytes(self) -> int:
+        """What the worker that took most of all fetched, everything counted."""
+        return max(self.fetched.values(), default=0)
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times a whole copy that is; None before anybody has it."""
+        return self.bytes / self.wire_bytes if self.wire_bytes else None
 
 
 class Audience(Protocol):
@@ -119,7 +138,7 @@ class Scenario:
         self.results: list[VersionResult] = []
         self.urls: dict[str, str] = {}
         self._processes = Processes(plan.root, self._on_event)
-        self._names: dict[Node, str] = {}
+        self._counted: dict[str, int] = {}
         self._timeout_s = 60.0
 
     def run(self) -> list[VersionResult]:
@@ -184,6 +203,8 @@ class Scenario:
             arguments += ["--parent", parent]
         for sibling in siblings:
             arguments += ["--sibling", sibling]
+        if parents:
+            arguments.append("--materialize")
         node = self._processes.start(name, [*arguments, *self._trust])
         event = self._processes.wait_event(node, "listening", START_TIMEOUT_S)
         self.urls[name] = str(event["url"]).rstrip("/")
@@ -203,7 +224,6 @@ class Scenario:
     def _publish(self, directory: Path, changed: float | None) -> None:
         number = len(self.results) + 1
         self._audience.doing(f"publishing version {number}")
-        before = self._sent()
         node = self._processes.run(
             f"publish-{number}",
             [
@@ -222,6 +242,7 @@ class Scenario:
             changed=changed,
             publish_s=float(event["seconds"]),
             announced_ms=int(event["t"]),
+            delta_bytes=_promised(event),
         )
         self.results.append(result)
         self._audience.published(result)
@@ -232,8 +253,8 @@ class Scenario:
             self._timeout_s,
             f"all workers to hold version {result.version}",
         )
-        after = self._sent()
-        result.sent = {name: after[name] - before.get(name, 0) for name in after}
+        before, self._counted = self._counted, self._sent()
+        result.sent = {name: sent - before.get(name, 0) for name, sent in self._counted.items()}
         self._audience.doing(f"comparing version {result.version} byte for byte")
         outs = {name: self._plan.root / name / "current" for name in WORKERS}
         result.files, result.equal = compare(directory, outs)
@@ -261,6 +282,7 @@ class Scenario:
         result = self.results[-1]
         result.ready_s[name] = max(0, int(event["t"]) - result.announced_ms) / 1000
         result.fetched[name] = int(event.get("bytes_fetched") or 0)
+        result.by_delta[name] = int(event.get("bytes_delta") or 0)
         self._audience.ready(name, result)
 
     def _committed(self, version: int) -> bool:
@@ -272,6 +294,12 @@ class Scenario:
 
     def _sent(self) -> dict[str, int]:
         return {name: sent_bytes(url) for name, url in self.urls.items()}
+
+
+def _promised(published: Event) -> int | None:
+    """Return the price of the delta that a publication announced."""
+    needed = [int(delta["bytes_needed"]) for delta in published.get("deltas") or ()]
+    return min(needed, default=None)
 
 
 def sent_bytes(url: str, get: Callable[[str], str] | None = None) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, Final, Literal
 
@@ -22,6 +23,12 @@ from shardcast.protocol.limits import (
 
 DELTA_FORMAT: Final = "shardcast.delta/1"
 
+CODEC: Final = "scf/1"
+"""The frame format of our publishers, as delta parts name it (docs/PROTOCOL.md, section 9)."""
+
+CODECS: Final = frozenset({CODEC})
+"""The frame formats that can be decoded."""
+
 ShardRun = Annotated[int, msgspec.Meta(ge=1, le=MAX_PART_SHARDS)]
 FrameBytes = Annotated[int, msgspec.Meta(ge=1, le=MAX_DELTA_BLOB_BYTES)]
 
@@ -34,6 +41,25 @@ class DeltaBlob(msgspec.Struct, frozen=True, kw_only=True):
     frames: Annotated[
         list[tuple[ShardRun, FrameBytes]], msgspec.Meta(min_length=1, max_length=MAX_FRAMES)
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class FrameAt:
+    """A frame: where it lies in its blob, and which shards it rebuilds."""
+
+    offset: int
+    length: int
+    shards: range
+
+
+def frames_of(blob: DeltaBlob, first_shard: int) -> tuple[FrameAt, ...]:
+    """Return the frames of a blob whose first one begins with ``first_shard``."""
+    frames: list[FrameAt] = []
+    offset, shard = 0, first_shard
+    for count, length in blob.frames:
+        frames.append(FrameAt(offset, length, range(shard, shard + count)))
+        offset, shard = offset + length, shard + count
+    return tuple(frames)
 
 
 class DeltaPart(Document, frozen=True, kw_only=True):
@@ -66,6 +92,14 @@ class DeltaPart(Document, frozen=True, kw_only=True):
         """The numbers of the shards that this delta part rebuilds."""
         count = sum(shards for blob in self.blobs for shards, _ in blob.frames)
         return range(self.first_shard, self.first_shard + count)
+
+    def placed(self) -> Iterator[tuple[DeltaBlob, tuple[FrameAt, ...]]]:
+        """Yield each blob with its frames."""
+        first = self.first_shard
+        for blob in self.blobs:
+            frames = frames_of(blob, first)
+            yield blob, frames
+            first = frames[-1].shards.stop
 
 
 def encode_delta_part(part: DeltaPart) -> bytes:

@@ -6,7 +6,7 @@ finishing the version that is on its way and dropping it for a newer one.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -111,6 +111,41 @@ class Plan:
         """What the network must carry."""
         shards = sum(fetch.length for fetch in self.fetches)
         return shards + sum(fetch.blob.bytes for fetch in self.deltas)
+
+
+def network_share(plan: Plan, most_bytes: int, *, plain: bool) -> Plan:
+    """Return what the network brings first of a plan: so many bytes, or one blob that is more.
+
+    Nothing is copied by it but what equals a shard that it rebuilds.
+
+    Args:
+        plan: The plan.
+        most_bytes: How much.
+        plain: Whether shards may be fetched as they are.
+    """
+    deltas: list[DeltaFetch] = []
+    fetches: list[ShardFetch] = []
+    left = most_bytes
+    for delta in plan.deltas:
+        if left <= 0:
+            break
+        deltas.append(delta)
+        left -= delta.blob.bytes
+    for fetch in plan.fetches if plain else ():
+        if left <= 0:
+            break
+        fetches.append(fetch)
+        left -= fetch.length
+    rebuilt = {extent.shard for delta in deltas for extent in delta.targets}
+    return Plan(
+        files=(),
+        copies=(),
+        deltas=tuple(deltas),
+        fetches=tuple(fetches),
+        repeats=tuple(repeat for repeat in plan.repeats if repeat.source.shard in rebuilt),
+        unknown=plan.unknown,
+        done_bytes=plan.done_bytes,
+    )
 
 
 def worth_switching(
@@ -235,12 +270,14 @@ def _choose_deltas(
         base = None if delta.base is None else bases.get(delta.base)
         if base is None and delta.base is not None:
             continue
-        for blob, frames in _blobs(delta.part, target.layout):
+        for blob, frames in delta.part.placed():
+            if frames[-1].shards.stop > target.layout.shard_count:
+                break
             usable = {
                 shard
                 for frame in frames
-                if base is None or base.covers(target.layout, frame)
-                for shard in frame
+                if base is None or base.covers(target.layout, frame.shards)
+                for shard in frame.shards
             }
             digests = {d for s in usable if (d := target.digests[s]) is not None and d in wanted}
             if blob.bytes >= sum(wanted[digest][0].length for digest in digests):
@@ -254,21 +291,8 @@ def _choose_deltas(
                 if e.shard not in inside
             ]
             targets = tuple(inside[shard] for shard in sorted(inside))
-            chosen.append(DeltaFetch(delta.base, blob, frames[0].start, targets))
+            chosen.append(DeltaFetch(delta.base, blob, frames[0].shards.start, targets))
     return chosen
-
-
-def _blobs(part: DeltaPart, layout: Layout) -> Iterator[tuple[DeltaBlob, list[range]]]:
-    """Yield the blobs of a part with the shards of each frame, as far as the layout has them."""
-    first = part.first_shard
-    for blob in part.blobs:
-        frames: list[range] = []
-        for count, _ in blob.frames:
-            frames.append(range(first, first + count))
-            first += count
-        if first > layout.shard_count:
-            return
-        yield blob, frames
 
 
 class _Coverage:

@@ -19,15 +19,23 @@ hashing and writing take about a hundredth of the time that 590 Mb/s need for a 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A version on this disk: its size, and how much of it is verified."""
+    """A version on this disk.
+
+    Attributes:
+        bytes: Its size.
+        verified_bytes: How much of it is verified.
+        base_bytes: Of that, what deltas can start from, since a frame needs all of its base; None: all.
+    """
 
     bytes: int
     verified_bytes: int
+    base_bytes: int | None = None
 
     @property
     def share(self) -> float:
-        """Which share of it is verified."""
-        return self.verified_bytes / self.bytes if self.bytes else 1.0
+        """Which share of it deltas can start from."""
+        usable = self.verified_bytes if self.base_bytes is None else self.base_bytes
+        return usable / self.bytes if self.bytes else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +56,10 @@ class Route:
     def bytes(self) -> int:
         """What the network is expected to carry in all."""
         return sum(hop.bytes for hop in self.hops)
+
+    def leads_over(self, version: int) -> bool:
+        """Say whether a version is obtained on the way."""
+        return any(hop.ref.version == version for hop in self.hops[:-1])
 
 
 @dataclass(frozen=True, slots=True)

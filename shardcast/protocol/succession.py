@@ -9,7 +9,7 @@ import msgspec
 
 from shardcast.errors import NotFoundError, WithdrawnError
 from shardcast.protocol.envelope import encode_key
-from shardcast.protocol.head import DeltaRef, Head, VersionRef, next_sequence
+from shardcast.protocol.head import DeltaRef, Head, OpenRef, VersionRef, next_sequence
 from shardcast.protocol.limits import (
     HEAD_DELTA_PARTS,
     MAX_VERSIONS,
@@ -95,6 +95,17 @@ def _bounded(versions: list[VersionRef]) -> list[VersionRef]:
         room -= sum(len(delta.parts) for delta in ref.deltas)
         bounded.append(ref if room >= 0 else msgspec.structs.replace(ref, deltas=[]))
     return bounded
+
+
+def with_open(previous: Head | None, issue: Issue, ref: OpenRef | None) -> Head:
+    """Return the head that says what of a version is ready while it is being published.
+
+    Args:
+        previous: The last head.
+        issue: What is taken from the issuer.
+        ref: The open version; None: the one that was open is given up.
+    """
+    return msgspec.structs.replace(renewed(previous, issue), open=ref)
 
 
 def with_deltas(previous: Head, issue: Issue, version: int, deltas: Sequence[DeltaRef]) -> Head:

@@ -41,14 +41,19 @@ class VersionDirectory:
         path: Where it is now.
     """
 
-    def __init__(self, path: Path, pool: DescriptorPool) -> None:
+    def __init__(self, path: Path, pool: DescriptorPool, *, target: Path | None = None) -> None:
         """Open it, to know it again later.
+
+        Args:
+            path: Where it is.
+            pool: Bounds how many are open.
+            target: The name that another process will give it; None: nobody but this one does.
 
         Raises:
             DiskError: If it cannot be opened.
         """
         self.path = path
-        self._target: Path | None = None
+        self._target = target
         self._identity: tuple[int, int] | None = None
         self._lock = threading.Lock()
         self._leases = 0

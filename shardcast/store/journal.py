@@ -76,6 +76,7 @@ class ShardJournal:
     def __init__(self, path: Path, layout_digest: str, shard_count: int) -> None:
         self.path = path
         self._header = MAGIC + bytes.fromhex(layout_digest)
+        self._shard_count = shard_count
         self._lock = threading.Lock()
         self._file: PooledDescriptor | None = None
         self.read_only = False
@@ -99,6 +100,21 @@ class ShardJournal:
         with self._lock:
             self._write(b"".join(_pack(shard, xxh3) for shard, xxh3 in entries.items()))
             self.entries.update(entries)
+
+    def reload(self) -> None:
+        """Read again what the process that keeps the journal has written; only if ``read_only``.
+
+        Raises:
+            DiskError: If it cannot be read.
+        """
+        with disk_errors(self.path, "reading"):
+            try:
+                data = self.path.read_bytes()
+            except FileNotFoundError:
+                data = b""
+        layout = self._header[len(MAGIC) :].hex()
+        with self._lock:
+            self.entries = parse_journal(data, layout, self._shard_count) or {}
 
     def forget(self, shard: int) -> None:
         """Say that a shard is not good any more.

@@ -71,6 +71,7 @@ class RunStore(RunRecords):
         self.spares = Spares(root / "state" / "spare")
         self._lock = threading.RLock()
         self._cache: dict[int, StoredVersion] = {}
+        self._followed: dict[int, StoredVersion] = {}
         self._writer = True
 
     # --- versions ---------------------------------------------------------------------------
@@ -132,6 +133,50 @@ class RunStore(RunRecords):
             self.save_state(version)
             return self._open(version, directory, committed=False)
 
+    def begin(self, version: Version) -> StoredVersion:
+        """Open a version whose files the caller has staged, to record shards before it is whole.
+
+        Nothing describes it yet, so to every other process it is not there, but to those that
+        follow it by the head that names it (``followed``); ``stage`` makes it a version.
+        """
+        with self._lock:
+            directory = self.staging_directory(version.number)
+            return self._open(version, directory, committed=False)
+
+    def followed(self, version: Version) -> StoredVersion | None:
+        """Return an open version that another process is writing, to be read; None if there is none.
+
+        Its journal belongs to that process: nothing is written here.
+
+        Args:
+            version: What the newest head says of it.
+
+        Raises:
+            DiskError: If the system refuses.
+        """
+        number = version.number
+        with self._lock:
+            here = self._followed.get(number)
+            if here is not None and (
+                not here.alive or here.version.layout_digest != version.layout_digest
+            ):
+                self._followed.pop(number).let_go()
+                here = None
+            directory = self.staging_directory(number)
+            if here is None:
+                if self.state_path(number).exists() or not is_there(directory, stat.S_ISDIR):
+                    return None
+                here = StoredVersion(
+                    version,
+                    directory,
+                    self._journal_of(version, read_only=True),
+                    committed=False,
+                    target=self.version_directory(number),
+                )
+                self._followed[number] = here
+            here.catch_up(version)
+            return here
+
     def stored(self, number: int) -> StoredVersion | None:
         """Return a version that is on disk, committed or staged, or None.
 
@@ -151,6 +196,9 @@ class RunStore(RunRecords):
                 if is_there(directory, stat.S_ISDIR):
                     version = self.load_state(number)
                     if version is not None:
+                        followed = self._followed.pop(number, None)
+                        if followed is not None:  # it has been described: followed no longer
+                            followed.let_go()
                         return self._open(version, directory, committed=committed)
             return None
 
@@ -159,6 +207,8 @@ class RunStore(RunRecords):
         with self._lock:
             for number in [n for n, stored in self._cache.items() if not stored.alive]:
                 self._cache.pop(number).close()
+            for number in [n for n, followed in self._followed.items() if not followed.alive]:
+                self._followed.pop(number).close()
 
     def commit(self, number: int, durability: Durability = Durability.SYNC) -> StoredVersion:
         """Give a complete staged version its final name (``StoredVersion.commit_to``).
@@ -292,9 +342,10 @@ class RunStore(RunRecords):
     def close(self) -> None:
         """Close every descriptor that this object holds."""
         with self._lock:
-            for stored in self._cache.values():
+            for stored in (*self._cache.values(), *self._followed.values()):
                 stored.close()
             self._cache.clear()
+            self._followed.clear()
 
     # --- inner workings ---------------------------------------------------------------------
 
@@ -325,13 +376,17 @@ class RunStore(RunRecords):
         return self.root / "state" / f"{number:06d}.shards"
 
     def _open(self, version: Version, directory: Path, *, committed: bool) -> StoredVersion:
-        journal = ShardJournal(
-            self._journal_path(version.number), version.layout_digest, version.layout.shard_count
-        )
-        journal.read_only = not self._writer
+        journal = self._journal_of(version, read_only=not self._writer)
         stored = StoredVersion(version, directory, journal, committed=committed)
         self._cache[version.number] = stored
         return stored
+
+    def _journal_of(self, version: Version, *, read_only: bool) -> ShardJournal:
+        journal = ShardJournal(
+            self._journal_path(version.number), version.layout_digest, version.layout.shard_count
+        )
+        journal.read_only = read_only
+        return journal
 
     def _adopt(self, version: Version) -> StoredVersion | None:
         """Take over a committed directory whose description was lost; its shards say the rest.

@@ -73,6 +73,7 @@ class StoredVersion:
         *,
         committed: bool,
         pool: DescriptorPool = SHARED,
+        target: Path | None = None,
     ) -> None:
         self.version = version
         self.committed = committed
@@ -81,7 +82,7 @@ class StoredVersion:
         self._lock = threading.Lock()
         self._unsharing = threading.Lock()
         self._reserved: bool | None = None
-        self._directory = VersionDirectory(directory, pool)
+        self._directory = VersionDirectory(directory, pool, target=target)
         self._openings = self._directory.opened
         self._states = bytearray(version.layout.shard_count)
         self._stamps = [self._stamp(file) for file in range(len(version.layout.files))]
@@ -97,15 +98,44 @@ class StoredVersion:
     def update(self, version: Version) -> None:
         """Take over what an open version's newer documents say.
 
-        A version that is closed stays closed, whatever a caller that is behind still believes.
+        A version that is closed stays closed, and what a part has named stays named, whatever a
+        caller that is behind still believes. A shard that was verified against another digest than
+        it has now is missing: parts of an open version may be replaced.
 
         Raises:
             StateError: If they are of another layout.
+            DiskError: If that a shard is missing cannot be written down; this process knows it.
         """
-        if version.layout_digest != self.version.layout_digest:
+        before = self.version
+        if version.layout_digest != before.layout_digest:
             raise StateError(f"version {version.number} has another layout", source=self._name)
-        if version.complete or not self.version.complete:
-            self.version = version
+        if not version.complete and (
+            before.complete or set(version.documents) < set(before.documents)
+        ):
+            return
+        self.version = version
+        if before.digests != version.digests:
+            for shard, (old, new) in enumerate(zip(before.digests, version.digests, strict=True)):
+                if old is not None and old != new and self._states[shard]:
+                    self.discard(shard, "its digest is another one now")
+
+    def catch_up(self, version: Version) -> None:
+        """Take over what the process that writes this version has recorded until now.
+
+        Args:
+            version: What the newest head says of it.
+
+        Raises:
+            StateError: If it has another layout.
+            DiskError: If the journal cannot be read.
+        """
+        self.update(version)
+        self._journal.reload()
+        with self._lock:
+            for shard in self._journal.entries:
+                known = self.version.digests[shard] is not None
+                if known and self._states[shard] == ShardState.MISSING.value:
+                    self._states[shard] = ShardState.RECORDED.value
 
     def state(self, shard: int) -> ShardState:
         """Return what is known of a shard."""
@@ -338,6 +368,11 @@ class StoredVersion:
         """Whether this process holds a lease."""
         return self._directory.leased
 
+    @property
+    def read_only(self) -> bool:
+        """Whether another process keeps the journal, and describes the version."""
+        return self._journal.read_only
+
     def set_read_only(self, read_only: bool) -> None:
         """Say whether another process keeps the journal."""
         self._journal.read_only = read_only
@@ -370,11 +405,17 @@ class StoredVersion:
                         self._states[shard] = ShardState.RECORDED.value
 
     def _load_states(self) -> None:
-        """Believe the journal as far as the files reach; their bytes are looked at before use."""
+        """Believe the journal as far as the files reach; their bytes are looked at before use.
+
+        Not of shards that no part of an open version names: nobody knows what they were compared
+        with.
+        """
         layout = self.version.layout
         for shard in self._journal.entries:
             extent = layout.extent(shard)
             stamp = self._stamps[extent.file]
+            if self.version.digests[shard] is None:
+                continue
             if stamp is not None and stamp[0] >= extent.offset + extent.length:
                 self._states[shard] = ShardState.RECORDED.value
         if self.committed and 0 in self._states:

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from urllib.parse import parse_qs, urlsplit
 
+from loadtest.streams import StreamServer
 from shardcast.protocol.envelope import open_unverified
 from shardcast.protocol.head import decode_head
 from tests.contract.made import RUN, MadeVersion
@@ -44,7 +45,7 @@ class ScriptedParent:
 
     def __post_init__(self) -> None:
         self._news = asyncio.Event()
-        self._writers: set[asyncio.StreamWriter] = set()
+        self._server = StreamServer(self._client)
 
     def serve(self, envelope: bytes, *versions: MadeVersion, run: str = RUN) -> None:
         """Serve a head and everything it reaches."""
@@ -65,33 +66,22 @@ class ScriptedParent:
 
     def cut(self) -> None:
         """Drop every connection."""
-        for writer in list(self._writers):
-            writer.transport.abort()
+        self._server.cut()
 
     @asynccontextmanager
     async def running(self, port: int = 0) -> AsyncIterator["ScriptedParent"]:
         self.alive = True
         self._news = asyncio.Event()
-        server = await asyncio.start_server(self._client, "127.0.0.1", port)
-        self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        self.url = await self._server.start(port=port)
         try:
             yield self
         finally:
-            server.close()
             self.alive = False
-            self.cut()
-            self._news.set()
+            await self._server.close()
 
     async def _client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._writers.add(writer)
-        try:
-            while self.alive:
-                await self._one(reader, writer)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
-        finally:
-            self._writers.discard(writer)
-            writer.transport.abort()
+        while self.alive:
+            await self._one(reader, writer)
 
     async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         request, *lines = (await reader.readuntil(b"\r\n\r\n")).decode().rstrip().split("\r\n")

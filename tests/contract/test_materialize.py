@@ -427,6 +427,26 @@ async def test_a_base_that_vanished_is_as_good_as_none(tmp_path: Path) -> None:
         await gets(url, NEW)
 
 
+async def test_a_base_that_is_evicted_before_the_delta_is_begun_ends_the_hope(
+    tmp_path: Path,
+) -> None:
+    """It was there when the head came: nobody waits out a patience for what cannot be any more."""
+    long = limits(rebuild_patience_s=600.0)
+    async with holding(tmp_path, BASE, limits=long) as (parent, url):
+        pause = Pause(after=10)
+        parent.script(NEW.layout, pause)
+        parent.serve(make_head(BASE, DELTA), DELTA)
+        await asyncio.wait_for(pause.reached.wait(), 20)
+        assert (await status_of(url))["materialize"]["awaited"] == [{"run": RUN, "version": 2}]
+        other = Store(tmp_path / "r")
+        assert other.run(RUN).evict(1)
+        other.close()
+        pause.go.set()
+        await settled(url, 2)
+        await gets(url, NEW)
+        assert (await status_of(url))["materialize"]["awaited"] == []
+
+
 # --- configuration ----------------------------------------------------------------------------
 
 

@@ -261,7 +261,6 @@ async def test_via_is_appended(origin: Origin) -> None:
 
 async def test_long_poll_ends_at_once_for_a_newer_head(origin: Origin) -> None:
     first = await http(origin.url, f"/v1/{RUN}/head")
-    head = origin.store / RUN / "head.json"
     sequence = 2 * 10**12 // 2  # below any real one: answered at once
     answer = await http(origin.url, f"/v1/{RUN}/head?after={sequence}&wait=25")
     assert answer.body == first.body
@@ -274,8 +273,9 @@ async def test_long_poll_ends_at_once_for_a_newer_head(origin: Origin) -> None:
     await asyncio.to_thread(
         publish, origin.store, origin.source, {"model.safetensors": noise(SHARD, 9)}
     )
-    answer = await asyncio.wait_for(waiting, 10)
-    assert answer.body == head.read_bytes() != first.body
+    answer = await waiting  # within PATIENCE_S: before the wait is over
+    # The newest head or one of an open version before it.
+    assert _sequence(answer.body) > _sequence(first.body)
 
 
 def _sequence(envelope: bytes) -> int:

@@ -28,7 +28,7 @@ from tests.contract.relays import (
     wait_ready,
 )
 from tests.contract.scripted import Pause, ScriptedParent
-from tests.contract.wire_client import Wire, eventually, http
+from tests.contract.wire_client import PATIENCE_S, Wire, eventually, http
 
 VERSION = make_version(1)
 
@@ -100,15 +100,12 @@ async def test_a_new_head_reaches_a_waiting_child_at_once(tmp_path: Path) -> Non
     second = make_version(2)
     async with parent.running(), running(config(tmp_path / "r", parent.url)) as url:
         await wait_head(url)
-        loop = asyncio.get_running_loop()
         async with Wire(url) as wire:
             await wire.ask(f"/v1/{RUN}/head?after={10**12}&wait=25")
             await asyncio.sleep(0)
             newer = make_head(VERSION, second)
-            started = loop.time()
             parent.serve(newer, second)
-            assert (await wire.answer()).body == newer
-            assert loop.time() - started < 2.0
+            assert (await wire.answer()).body == newer  # within PATIENCE_S: before the wait is over
 
 
 async def test_an_older_or_foreign_head_is_not_served(tmp_path: Path) -> None:
@@ -323,8 +320,8 @@ async def test_a_depth_that_changed_between_two_long_polls_is_told_too(tmp_path:
         near.alive = False
         near.cut()
         await eventually(lambda: depth(url, "8"))
-        async with asyncio.timeout(5):
-            answer = await http(url, f"{head}?after={10**15}&wait=25", headers=me)
+        # Within PATIENCE_S: before the wait is over.
+        answer = await http(url, f"{head}?after={10**15}&wait=25", headers=me)
         assert answer["Shardcast-Depth"] == "8"
 
 
@@ -365,14 +362,11 @@ async def test_a_ring_of_parents_ends_in_errors_and_not_in_a_hang(
     stack = [running(ring(number)) for number in range(size)]
     opened = [await relay.__aenter__() for relay in stack]
     try:
-        loop = asyncio.get_running_loop()
-        for round_number in range(2):
-            started = loop.time()
+        for round_number in range(2):  # each answer within PATIENCE_S
             answers = await asyncio.gather(
                 *(http(url, path_of(VERSION.shards[round_number])) for url in opened)
             )
             assert {answer.status for answer in answers} == {503}
-            assert loop.time() - started < 15
     finally:
         for relay in stack:
             await relay.__aexit__(None, None, None)
@@ -468,7 +462,9 @@ async def test_a_request_of_a_sibling_is_never_passed_to_a_sibling(tmp_path: Pat
             await _leave(relays)
 
 
-async def test_siblings_never_wait_for_each_others_threads(tmp_path: Path) -> None:
+async def test_siblings_never_wait_for_each_others_threads(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Both have as much to fetch from the other as they have threads, and more."""
     version = make_version(1, {"model": noise(48 * SHARD)})
     parent = ScriptedParent()
@@ -483,7 +479,7 @@ async def test_siblings_never_wait_for_each_others_threads(tmp_path: Path) -> No
                 await wait_head(url)
                 for digest in version.documents[::-1]:
                     assert (await http(url, path_of(digest))).status == 200
-            async with asyncio.timeout(4):  # less than any timeout of theirs
+            async with asyncio.timeout(PATIENCE_S):
                 orders = (version.shards, version.shards[::-1])
                 answers = await asyncio.gather(
                     *(
@@ -494,6 +490,7 @@ async def test_siblings_never_wait_for_each_others_threads(tmp_path: Path) -> No
                 )
             assert {answer.status for answer in answers} == {200}
             assert parent.count(version.shards) == len(version.shards)
+            assert "too slow or silent" not in caplog.text  # nobody lost patience with the other
         finally:
             await _leave(relays)
 
@@ -596,7 +593,7 @@ async def test_the_rate_limit_holds(tmp_path: Path) -> None:
         loop = asyncio.get_running_loop()
         started = loop.time()
         await asyncio.gather(*(http(url, path_of(digest)) for digest in version.shards))
-        assert 0.35 < loop.time() - started < 5
+        assert loop.time() - started > 0.35
 
 
 async def test_versions_beyond_keep_leave_the_disk_but_not_under_a_reader(tmp_path: Path) -> None:

@@ -250,8 +250,21 @@ def test_the_demo_proves_equality_and_cleans_up(tmp_path: Path) -> None:
     for version in result["versions"]:
         assert set(version["ready_s"]) == {"worker-1", "worker-2", "worker-3"}
         assert set(version["bytes_sent"]) == {"origin", "relay-1", "relay-2", "relay-3"}
-        assert version["bytes_sent"]["origin"] > 10_000_000
-    assert 0.005 < result["versions"][1]["changed"] < 0.015
+    first, second = result["versions"]
+    assert first["bytes_sent"]["origin"] > first["bytes"] > 10_000_000
+    assert (first["delta_bytes"], first["changed"]) == (None, None)
+    assert set(first["bytes_delta"].values()) == {0}
+    assert 0.005 < second["changed"] < 0.015
+    # One changed element in a hundred, two bytes each: a byte for each of these, and documents.
+    elements = second["bytes"] / 2
+    for sent in (second["delta_bytes"], *second["bytes_fetched"].values()):
+        assert sent < 1.2 * second["changed"] * elements + 20_000
+    assert min(second["bytes_delta"].values()) > 0
+    assert second["ratio"] == pytest.approx(
+        second["bytes"] / max(second["bytes_fetched"].values()), abs=0.001
+    )
+    # Siblings split what comes from above, and rebuild the rest: no second copy leaves the origin.
+    assert second["bytes_sent"]["origin"] < 2.2 * second["delta_bytes"]
     assert demo_leftovers(tmp_path) == []
 
 

@@ -20,15 +20,24 @@ from tests.contract.made import signer
 from tests.contract.relays import QUICK, limits
 from tests.contract.wire_client import eventually
 from tests.faults.killing import Steps, answer_orders
+from tests.streams import AT_ONCE, StepByStep
 
 
 def publish(order: dict[str, Any]) -> None:
     """Publish a directory into a local store."""
     run = RunStore(Path(order["store"]) / "policy", "policy")
+    streams = bool(order.get("stream"))
     options = PublishOptions(
-        source=Path(order["source"]), threads=1, link=order["link"], keep=order["keep"]
+        source=Path(order["source"]),
+        threads=1,
+        link=order["link"],
+        keep=order["keep"],
+        stream=AT_ONCE if streams else None,
+        delta=not streams,  # else shards are done a run at a time
     )
-    publish_directory(options, run, [signer()], lambda: time.time_ns() // 1_000_000)
+    # Each shard waits for the head that lists the one before: nothing happens in two orders.
+    watch = StepByStep(run) if streams else None
+    publish_directory(options, run, [signer()], lambda: time.time_ns() // 1_000_000, watch)
 
 
 def relay(order: dict[str, Any]) -> None:

@@ -66,6 +66,12 @@ async def metric(url: str, name: str) -> float:
     return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
 
 
+@pytest.fixture(autouse=True)
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The body of a refused request is thrown away for a moment only."""
+    monkeypatch.setattr("relay.server._LINGER_S", 1.0)
+
+
 # --- too slow -----------------------------------------------------------------------------------
 
 

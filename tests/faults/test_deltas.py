@@ -23,7 +23,7 @@ from shardcast.protocol.delta import DeltaBlob, DeltaPart, encode_delta_part
 from shardcast.protocol.digest import digest_of
 from shardcast.protocol.head import DeltaRef
 from shardcast.protocol.limits import MAX_DOCUMENT_BYTES
-from tests.contract.relays import config, running, wait_head
+from tests.contract.relays import config, limits, running, wait_head
 from tests.fakes import FakeRun
 from tests.faults.criteria import criteria, published
 from tests.faults.upstream import Flipped, Head, Play, Raw, Script, Stall, Upstream, status
@@ -116,6 +116,7 @@ async def test_a_delta_that_is_no_good_costs_nothing_but_the_delta(
         settings = config(
             store, upstream.url, key=None, pubkeys=run.keys, runs=(run.name, steady.name),
             net=PATIENT, prefetch=Prefetch.ALL, materialize=subject == "materializing relay",
+            limits=limits(rebuild_patience_s=2.0),
         )  # fmt: skip
         async with running(settings) as relay:
             url = upstream.url if subject == "worker" else relay

@@ -3,6 +3,7 @@
 import asyncio
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from tests.contract.wire_client import eventually, http
 from tests.fakes import FakeRun, RunServer
 from tests.faults.criteria import assert_version, published
 from tests.faults.machine import cut_tail, flip_bit, zero_tail
-from tests.faults.world import Log, worker
+from tests.faults.world import PATIENT, Log, worker
 
 FILES = {"big": noise(4 * SHARD, 1), "small": noise(1000, 2), "empty": b""}
 VERSION = make_version(1, FILES)
@@ -300,7 +301,7 @@ def test_a_worker_without_a_source_never_calls_a_damaged_version_whole(
         rebooted(out)
         server.fault = lambda request, data: [] if request.digest in run.shard_digests(1) else None
         with pytest.raises(ShardcastError):
-            worker(out, run, server.url).pull()
+            worker(out, run, server.url, config=replace(PATIENT, give_up_after_s=1.0)).pull()
         report = verify_directory(out, threads=1)
         assert len(report.damage) >= 1
         server.fault = lambda request, data: None

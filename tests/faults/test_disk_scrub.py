@@ -1,12 +1,14 @@
 """Bits that flip under a relay, an origin and a worker that serves: found, told, repaired."""
 
 import asyncio
+import logging
 import mmap
 import re
 from pathlib import Path
 
 import pytest
 
+from relay import scrub
 from shardcast.cli.serving import serve_out
 from tests.contract.made import RUN, SHARD, make_head, make_version, noise, publish
 from tests.contract.relays import config, metric, path_of, running, wait_ready
@@ -19,6 +21,12 @@ from tests.faults.world import worker
 FILES = {"big": noise(4 * SHARD, 1), "small": noise(1000, 2)}
 VERSION = make_version(1, FILES, deltas=[noise(50_000, 5)])
 FAST = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next pass begins soon after the last one."""
+    monkeypatch.setattr(scrub, "IDLE_S", 0.1)
 
 
 @pytest.mark.fault(5)
@@ -191,6 +199,9 @@ async def test_a_worker_that_serves_repairs_its_version_under_its_readers(
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
     assert "the worker fetches it again" in caplog.text
+    assert logging.getLogger("relay.origin").isEnabledFor(
+        logging.ERROR
+    )  # quiet while it served only
 
 
 async def _is_served(url: str, digest: str) -> bool:

@@ -97,6 +97,12 @@ class Origin:
         assert (await http(self.url, "/readyz")).status == 200
 
 
+@pytest.fixture(autouse=True)
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The body of a refused request is thrown away for a moment only."""
+    monkeypatch.setattr("relay.server._LINGER_S", 1.0)
+
+
 @pytest_asyncio.fixture
 async def origin(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> AsyncIterator[Origin]:
     """An origin that takes publications; at the end it is sound and has logged no error."""

@@ -97,18 +97,22 @@ def assert_nothing_half(run: Path) -> None:
 
 @pytest.mark.fault(22)
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("link", [False, True], ids=["copy", "link"])
+@pytest.mark.parametrize(
+    ("link", "stream"),
+    [(False, False), (True, False), (False, True)],
+    ids=["copy", "link", "stream"],
+)
 def test_a_publisher_killed_before_any_change_leaves_the_old_head_or_the_new(
-    bench: Bench, link: bool
+    bench: Bench, link: bool, stream: bool
 ) -> None:
     source = write(bench.place / "two", FILES[2])
     before = bench.place / "before"
-    options: dict[str, Any] = {"link": link, "keep": 1}
+    options: dict[str, Any] = {"link": link, "keep": 1, "stream": stream}
     one = write(bench.place / "one", FILES[1])
     assert bench.order("publish", before, source=str(one), **options)["status"] == 0
     options["source"] = str(source)
     outcomes: set[int | None] = set()
-    kill_before = 0
+    kill_before = left_open = 0
     while True:
         store = bench.place / f"killed-{kill_before}"
         shutil.copytree(before, store)
@@ -117,16 +121,18 @@ def test_a_publisher_killed_before_any_change_leaves_the_old_head_or_the_new(
         assert_nothing_half(run)
         head = decode_head(open_unverified((run / "head.json").read_bytes())[1])
         outcomes.add(head.version)
+        left_open += head.open is not None
         for ref in head.versions:
             assert ref.version in versions_on_disk(run), f"the head names {ref.version}"
         if ended["status"] == 0:
             break
         assert ended["status"] == -signal.SIGKILL, ended["steps"]
         # The next publication needs nobody: it announces its version and tidies up.
-        again = bench.order("publish", store, **options)
+        again = bench.order("publish", store, **{**options, "stream": False})
         assert again["status"] == 0, (kill_before, ended["steps"][-1:], again["steps"][-3:])
         assert_nothing_half(run)
         head = decode_head(open_unverified((run / "head.json").read_bytes())[1])
+        assert head.open is None
         assert list(versions_on_disk(run)) == [head.version], (kill_before, ended["steps"][-1:])
         assert not RunStore(run, "policy").staged()
         assert not verify_directory(run, threads=1).damage
@@ -134,6 +140,7 @@ def test_a_publisher_killed_before_any_change_leaves_the_old_head_or_the_new(
         kill_before += 1
     assert kill_before > 25
     assert outcomes == {1, 2}
+    assert (left_open > 10) is stream
 
 
 @pytest.mark.fault(3)

@@ -15,6 +15,7 @@ from shardcast.worker import Update, Worker
 from tests.contract.made import RUN, SHARD, noise, publish, signer
 from tests.contract.relays import config, running, wait_head
 from tests.contract.wire_client import eventually, http
+from tests.faults.trees import count_of
 
 SHARDS = 8
 KEPT = 4
@@ -71,18 +72,23 @@ async def head_lists(url: str, version: int) -> bool:
 
 @pytest.mark.fault(22)
 async def test_a_worker_that_needs_longer_than_versions_stay_reaches_one(tmp_path: Path) -> None:
-    """Versions are published until it has one: far more often than it can fetch them."""
+    """A version comes with each shard that the worker gets, until it has a whole one."""
     await publish_versions(tmp_path, 1)
-    slow = config(tmp_path / "origin", limit_rate_bytes_per_s=512 * 1024)
+    slow = config(tmp_path / "origin", limit_rate_bytes_per_s=SHARD)
     async with running(slow) as url:
         worker = Worker(tmp_path / "out", RUN, [url], keys=[signer().public_key])
         async with aclosing(worker.follow()) as updates:
             taking = asyncio.ensure_future(anext(updates))
             published = 1
+
+            async def one_more() -> bool:
+                sent = await count_of(url, "shardcast_sent_bytes_total")
+                return taking.done() or sent >= published * SHARD
+
             while not taking.done() and published < 60:
                 published += 1
                 await publish_versions(tmp_path, published)
-                await asyncio.wait([taking], timeout=0.5)
+                await eventually(one_more, what="the next shard")
             assert taking.done(), f"none of {published} versions was reached"
             update: Update = taking.result()
     assert (update.path / "model").read_bytes() == model(update.version)

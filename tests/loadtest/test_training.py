@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from loadtest.training import REGIMES, Training, from_bf16, to_bf16, to_e4m3
+from loadtest.training import REGIMES, Training, from_bf16, orthogonalised, to_bf16, to_e4m3
 
 SIZE = 24_000_000
+SMALL = 2_000_000
 
 
 def _changes(regime: str, steps: int = 1) -> tuple[float, float]:
@@ -29,8 +30,37 @@ def test_fp32_masters_change_as_the_real_steps_do() -> None:
     density, by_one = _changes("adam")
     assert 0.003 < density < 0.006
     assert 0.85 < by_one < 0.95
-    density, _ = _changes("muon")
-    assert 0.003 < density < 0.006
+
+
+def test_muon_moves_matrices_by_an_orthogonal_one_of_adams_size() -> None:
+    rng = np.random.default_rng(3)
+    for shape in ((64, 96), (64, 160), (160, 64)):
+        made = orthogonalised(rng.standard_normal(shape).astype(np.float32))
+        values = np.linalg.svd(made, compute_uv=False)
+        assert values.min() > 0.6  # as its author says: about 0.7 to 1.2
+        assert values.max() < 1.3
+    training = Training(SMALL, REGIMES["muon"])
+    before = {t.name: t.masters.copy() for t in training.tensors}
+    training.step()
+    for tensor in training.tensors:
+        moved = (tensor.masters - before[tensor.name]) / np.float32(1e-6)
+        if "proj" in tensor.name:
+            assert 0.15 < np.sqrt(np.mean(moved**2)) < 0.25
+
+
+def test_runs_beside_each_other_share_their_noise() -> None:
+    """A run beside another one is the run that it would have been alone."""
+    for name, size in (("muon-bf16", SMALL), ("muon-fp8", SMALL // 2)):
+        alone = Training(size, REGIMES[name])
+        leader = Training(SMALL, REGIMES["muon"])
+        beside = leader.beside(REGIMES[name])
+        assert beside.safetensors() == alone.safetensors()
+        for run in (alone, leader):
+            run.step(2)
+        assert beside.safetensors() == alone.safetensors()
+        assert beside.safetensors() != leader.safetensors()
+        with pytest.raises(ValueError, match="no steps"):
+            leader.beside(REGIMES[name])
 
 
 def test_bf16_weights_lose_what_rounds_away() -> None:

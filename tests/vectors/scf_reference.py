@@ -71,9 +71,8 @@ def decode(frame: bytes, base: Callable[[int, int, int], bytes]) -> bytes:
     for index, (mode, kind, size) in enumerate(groups):
         payload = numbers.take(size)
         mine = [(length, old) for group, length, old in pieces if group == index]
-        length = sum(n for n, _ in mine)
         joined = b"".join(old or b"" for _, old in mine)
-        done.append(rebuild(mode, kind, payload, length, joined))
+        done.append(rebuild(mode, kind, payload, [n for n, _ in mine], joined))
     assert numbers.at == len(frame)
     out, at = [], [0] * len(groups)
     for group, length, _ in pieces:
@@ -84,9 +83,9 @@ def decode(frame: bytes, base: Callable[[int, int, int], bytes]) -> bytes:
     return result
 
 
-def rebuild(mode: int, kind: int, payload: bytes, length: int, old: bytes) -> bytes:
+def rebuild(mode: int, kind: int, payload: bytes, lengths: Sequence[int], old: bytes) -> bytes:
     """The bytes of a group, one segment after the other."""
-    width = TYPES[kind][0]
+    width, length = TYPES[kind][0], sum(lengths)
     if mode == RAW:
         return payload
     if mode == SAME:
@@ -100,9 +99,9 @@ def rebuild(mode: int, kind: int, payload: bytes, length: int, old: bytes) -> by
         return zstandard.ZstdDecompressor(dict_data=known).decompress(payload)
     if mode == CHANGES:
         elements = [int.from_bytes(old[k : k + width], "little") for k in range(0, length, width)]
-        return b"".join(
-            value.to_bytes(width, "little") for value in apply_changes(kind, payload, elements)
-        )
+        counts = [length // width for length in lengths]
+        changed = apply_changes(kind, payload, elements, counts)
+        return b"".join(value.to_bytes(width, "little") for value in changed)
     planes = read_planes(payload, width)
     values = [
         sum(plane[k] << 8 * j for j, plane in enumerate(planes)) for k in range(length // width)
@@ -183,45 +182,52 @@ class Table:
             self.left = self.pause
 
 
-class Stream:
-    """rANS: a state of 32 bits, refilled by words of 16."""
+class Coded:
+    """Words from the front for two rANS states of 32 bits; plain bits from the end."""
 
-    def __init__(self, state: bytes, word: Callable[[], int]) -> None:
-        self.state = int.from_bytes(state, "little")
-        self.word = word
+    def __init__(self, payload: bytes) -> None:
+        self.payload, self.at = payload, 11
+        self.states = [int.from_bytes(payload[k : k + 4], "little") for k in (3, 7)]
+        self.used = 0
 
-    def advance(self, start: int, width: int) -> None:
-        self.state = width * (self.state >> 14) + (self.state & 0x3FFF) - start
-        if self.state < 1 << 16:
-            self.state = self.state << 16 | self.word()
+    def advance(self, which: int, start: int, width: int) -> None:
+        state = self.states[which]
+        state = width * (state >> 14) + (state & 0x3FFF) - start
+        if state < 1 << 16:
+            state = state << 16 | int.from_bytes(self.payload[self.at : self.at + 2], "little")
+            self.at += 2
+        self.states[which] = state
 
-    def symbol(self, table: Table) -> int:
-        slot, start = self.state & 0x3FFF, 0
+    def symbol(self, which: int, table: Table) -> int:
+        slot, start = self.states[which] & 0x3FFF, 0
         for symbol, width in enumerate(table.widths):
             if slot < start + width:
-                self.advance(start, width)
+                self.advance(which, start, width)
                 table.learn(symbol)
                 return symbol
             start += width
         raise AssertionError
 
-    def bit(self, shares: list[int], context: int, rate: int) -> int:
+    def bit(self, which: int, shares: list[int], context: int, rate: int) -> int:
         """A bit, by the share of zeros among 2^14, which follows."""
         zeros = shares[context]
-        bit = int(self.state & 0x3FFF >= zeros)
-        self.advance(zeros if bit else 0, (1 << 14) - zeros if bit else zeros)
+        bit = int(self.states[which] & 0x3FFF >= zeros)
+        self.advance(which, zeros if bit else 0, (1 << 14) - zeros if bit else zeros)
         shares[context] += -(zeros >> rate) if bit else ((1 << 14) - zeros) >> rate
         return bit
 
     def bits(self, count: int) -> int:
-        value = done = 0
-        while done < count:
-            some = min(count - done, 12)
-            part = (self.state & 0x3FFF) >> (14 - some)
-            self.advance(part << (14 - some), 1 << (14 - some))
-            value |= part << done
-            done += some
+        value = 0
+        for _ in range(count):
+            byte = self.payload[-1 - self.used // 8]
+            value = value << 1 | byte >> 7 - self.used % 8 & 1
+            self.used += 1
         return value
+
+    def is_used_up(self) -> bool:
+        left = -(-self.used // 8)
+        assert self.bits(-self.used % 8) == 0
+        return self.at + left == len(self.payload) and self.states == [1 << 16, 1 << 16]
 
 
 # log2(1 + i / 64) in 16 fractional bits: round(65536 * log2(1 + i / 64))
@@ -234,9 +240,8 @@ LOG2 = [
 ]  # fmt: skip
 
 
-def log2_half(value: int) -> int:
-    """log2(value + 1/2), 16 fractional bits."""
-    twice = 2 * value + 1
+def log2_of_half(twice: int) -> int:
+    """log2(twice / 2), 16 fractional bits."""
     top = twice.bit_length() - 1
     fraction = (twice >> top - 22 if top >= 22 else twice << 22 - top) & (1 << 22) - 1
     low, rest = LOG2[fraction >> 16], fraction & 0xFFFF
@@ -280,72 +285,75 @@ def first_gaps(context: int, symbols: int) -> Table:
     return Table(counts)
 
 
-def apply_changes(kind: int, payload: bytes, elements: Sequence[int]) -> list[int]:
-    """The elements after the changes that a payload tells."""
+def read_gaps(coded: Coded, count: int, first: int) -> list[list[int]]:
+    """For each class, which of its elements change: counted within the class."""
+    symbols = bucket(count)[0] + 2
+    tables: dict[int, Table] = {}
+    changed: list[list[int]] = []
+    turn = 0
+    for k in range(12):
+        mine: list[int] = []
+        mean = first * ONE // 4 + k * ONE
+        before = context = min(max(mean + ONE // 4 >> 15, 0), 47)
+        at = 0
+        while True:
+            if before not in tables:
+                tables[before] = first_gaps(before, symbols)
+            symbol = coded.symbol(turn, tables[before])
+            turn = 1 - turn
+            if symbol == symbols - 1:
+                break
+            start, extra = bucket_start(symbol)
+            at += start + coded.bits(extra)
+            mine.append(at)
+            at += 1
+            # What a gap teaches is used for the last but one after it.
+            rate = ONE // (len(mine) + 1) if len(mine) < 49 else ONE // 50
+            mean += (log2_of_half(2 * start + (1 << extra)) - mean) * rate >> 16
+            before, context = context, min(max(mean + ONE // 4 >> 15, 0), 47)
+        changed.append(mine)
+    return changed
+
+
+def apply_changes(
+    kind: int, payload: bytes, elements: Sequence[int], segments: Sequence[int]
+) -> list[int]:
+    """The elements after the changes that a payload tells; segments by their elements."""
     _, shift, mask, _ = TYPES[kind]
     lowest, first = int.from_bytes(payload[:2], "little"), payload[2]
     assert lowest <= mask
-    low, high = 7, len(payload) - 4
-
-    def forward() -> int:
-        nonlocal low
-        low += 2
-        return int.from_bytes(payload[low - 2 : low], "little")
-
-    def backward() -> int:
-        nonlocal high
-        high -= 2
-        return int.from_bytes(payload[high : high + 2], "little")
-
-    gaps, values = Stream(payload[3:7], forward), Stream(payload[-4:], backward)
-    symbols = bucket(len(elements))[0] + 2
-    gap_tables: dict[int, Table] = {}
+    coded = Coded(payload)
+    due = read_gaps(coded, len(elements), first)
+    # Where the changes are: by segment, piece of it, class, element.
+    places: list[tuple[int, int, int, int]] = []
+    seen = [0] * 12
+    position = 0
+    for segment, count in enumerate(segments):
+        for index in range(count):
+            k = min(max((elements[position] >> shift & mask) - lowest, 0), 11)
+            if due[k] and due[k][0] == seen[k]:
+                del due[k][0]
+                places.append((segment, index // 512, k, position))
+            seen[k] += 1
+            position += 1
     value_tables: dict[int, Table] = {}
     ones, signs = [14336] * 32, [8192] * 16
-    mean = [first * ONE // 4 + k * ONE for k in range(12)]
-    seen = [0] * 12
-    lean = ONE // 2
-
-    def next_gap(k: int) -> int | None:
-        context = min(max(mean[k] + ONE // 4 >> 15, 0), 47)
-        if context not in gap_tables:
-            gap_tables[context] = first_gaps(context, symbols)
-        symbol = gaps.symbol(gap_tables[context])
-        if symbol == symbols - 1:
-            return None
-        start, extra = bucket_start(symbol)
-        return start + gaps.bits(extra)
-
-    gap = [next_gap(k) for k in range(12)]
-    ahead = list(gap)
+    last = 0
     result = list(elements)
-    for position, old in enumerate(elements):
-        exponent = old >> shift & mask
-        k = min(max(exponent - lowest, 0), 11)
-        left = ahead[k]
-        if left is None:
-            continue
-        if left:
-            ahead[k] = left - 1
-            continue
-        # A change: learn from its gap, then read its value and the next gap of its class.
-        seen[k] = min(seen[k] + 1, 64)
-        rate = ONE // (seen[k] + 1) if seen[k] < 50 else ONE // 50
-        mean[k] += (log2_half(gap[k] or 0) - mean[k]) * rate >> 16
-        context = min(max(exponent - lowest + 8, 0), 31)
+    for *_, position in sorted(places):
+        old = elements[position]
+        context = min(max((old >> shift & mask) - lowest + 8, 0), 31)
         size = 1
-        if values.bit(ones, context, 5):
+        if coded.bit(0, ones, context, 5):
             if context not in value_tables:
                 value_tables[context] = Table([8] * 8 + [1] * 60)
-            symbol = values.symbol(value_tables[context])
+            symbol = coded.symbol(0, value_tables[context])
             size = symbol + 2
             if symbol > 6:
-                size = 1 << symbol - 4 | values.bits(symbol - 4)
-        down = values.bit(signs, min(lean * 16 >> 16, 15), 6)
-        lean += (down * ONE - lean) * (ONE // 6) >> 16
+                size = 1 << symbol - 4 | coded.bits(symbol - 4)
+        down = coded.bit(1, signs, last, 6)
+        last = (last << 1 | down) & 15
         result[position] = from_order(to_order(old, kind) + (-size if down else size), kind)
-        gap[k] = ahead[k] = next_gap(k)
-    assert low == high
-    assert gaps.state == values.state == 1 << 16
-    assert all(left is None for left in ahead)
+    assert coded.is_used_up()
+    assert not any(due)
     return result

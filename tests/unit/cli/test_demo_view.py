@@ -21,8 +21,10 @@ def result(*, equal: bool = True) -> VersionResult:
         publish_s=0.25,
         announced_ms=0,
         ready_s={"worker-1": 0.5, "worker-2": 2.0, "worker-3": 0.25},
-        fetched={"worker-1": 1_000_000, "worker-2": 1_000_000, "worker-3": 900_000},
-        sent={"origin": 1_000_000},
+        delta_bytes=4_000,
+        fetched={"worker-1": 5_000, "worker-2": 4_500, "worker-3": 4_500},
+        by_delta={"worker-1": 4_000, "worker-2": 4_000, "worker-3": 4_000},
+        sent={"origin": 8_000},
         equal={"worker-1": True, "worker-2": equal, "worker-3": True},
         files=9,
     )
@@ -30,7 +32,7 @@ def result(*, equal: bool = True) -> VersionResult:
 
 def drawn(view: LiveView) -> str:
     stream = io.StringIO()
-    Console(file=stream, width=80).print(view.render())
+    Console(file=stream, width=100).print(view.render())
     return stream.getvalue()
 
 
@@ -54,11 +56,11 @@ def test_each_worker_s_progress_is_drawn() -> None:
     text = drawn(view)
     assert "distributing version 2" in text
     assert "500 kB of 1.00 MB" in text
-    assert "ready 250 ms, 4.00 MB/s" in text
+    assert "ready 250 ms, 4.50 kB fetched" in text
     view.ready("worker-1", result())
     view.compared(result())
     text = drawn(view)
-    assert "published in 250 ms, last ready 2.0 s later, 9 files equal" in text
+    assert "published in 250 ms, last ready 2.0 s later, 5.00 kB a worker, 9 files equal" in text
     view.compared(result(equal=False))
     assert "NOT EQUAL" in drawn(view)
 
@@ -72,8 +74,8 @@ def test_lines_and_events_say_the_same(capsys: pytest.CaptureFixture[str]) -> No
         view.ready("worker-2", result())
         view.compared(result(equal=False))
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "version 2: published 1.00 MB in 250 ms, 0.96 % changed"
-    assert lines[1] == "version 2: worker-2 ready 2.0 s after the announcement (500 kB/s)"
+    assert lines[0] == "version 2: published 1.00 MB in 250 ms, 0.96 % changed, 4.00 kB as a delta"
+    assert lines[1] == "version 2: worker-2 ready 2.0 s after the announcement, 4.50 kB fetched"
     assert lines[2] == "version 2: worker-2 DIFFERS from the source"
     events = [json.loads(line) for line in lines[3:]]
     assert [event["event"] for event in events] == [
@@ -81,14 +83,21 @@ def test_lines_and_events_say_the_same(capsys: pytest.CaptureFixture[str]) -> No
         "demo_ready",
         "demo_compared",
     ]
+    assert events[0]["delta_bytes"] == events[1]["bytes_delta"] == 4_000
 
 
 def test_the_report_measures_and_judges(capsys: pytest.CaptureFixture[str]) -> None:
     demo.report(Output(), [result()], 12.5)
     text = capsys.readouterr().out
     assert "WORKER-2" in text
-    assert "500 kB/s" in text
+    row = "2   0.96 %   250 ms  5.00 kB   200x  8.00 kB    500 ms     2.0 s    250 ms  yes"
+    assert row in text
     assert "equal: 9 files of 1 version, byte for byte, on all 3 workers; 12.5 s" in text
     with pytest.raises(IntegrityError, match="worker-2"):
         demo.report(Output(), [result(equal=False)], 12.5)
     assert "equal:" not in capsys.readouterr().out
+
+
+def test_a_version_that_nobody_has_yet_has_no_ratio() -> None:
+    empty = VersionResult(version=1, bytes=10, changed=None, publish_s=0.1, announced_ms=0)
+    assert (empty.wire_bytes, empty.ratio) == (0, None)

@@ -9,11 +9,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from shardcast import publisher
 from shardcast.cli.output import EVENT_MEMBERS
+from shardcast.publishing import Published, PublishOptions
 from shardcast.store.roles import Role, claim_role, role_of
+from shardcast.streaming import Pace
 from tests.models import make_model, step, write_model
 from tests.unit.cli.conftest import Cli
 
@@ -128,6 +132,25 @@ def test_publish_says_what_a_holder_of_the_version_before_fetches(cli: Cli, tmp_
     assert "  delta     from version 2: " in ran.stdout
     assert "  delta     from version 1: " in ran.stdout
     assert "delta" not in cli("publish", path.parent, "--no-delta").stdout
+
+
+def test_publish_streams_what_takes_longer_than_a_moment_unless_told_not_to(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paces: list[Pace | None] = []
+
+    real = publisher.publish_directory
+
+    def publish(options: PublishOptions, *others: Any) -> Published:
+        paces.append(options.stream)
+        return real(options, *others)
+
+    monkeypatch.setattr(publisher, "publish_directory", publish)
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "model").write_bytes(b"m")
+    assert cli("publish", tmp_path / "c", "--json").event("published")["streamed"] == 0
+    assert cli("publish", tmp_path / "c", "--no-stream").code == 0
+    assert paces == [Pace(), None]
 
 
 def test_deltas_are_exported_verified_and_collected(cli: Cli, tmp_path: Path) -> None:

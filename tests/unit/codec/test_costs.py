@@ -127,14 +127,25 @@ def _leb(value: int) -> int:
     return max(1, -(-value.bit_length() // 7))
 
 
-def simple_ways(new: Codes, old: Codes) -> Iterator[tuple[str, int]]:
-    """The sizes of a list of changes, of dense differences, and of the bytes themselves."""
-    yield "raw", new.nbytes
+_LIST = 3 << 20
+"""The most changes that a list may have (PROTOCOL section 9)."""
+
+
+def _sparse(new: Codes, old: Codes) -> int:
     changes = kernel.encode_changes(
         ElementType.BFLOAT16, [(old.data, 0, new.data, 0, len(new))], len(new)
     )
     assert changes is not None
-    yield "sparse", len(changes)
+    return len(changes)
+
+
+def simple_ways(new: Codes, old: Codes) -> Iterator[tuple[str, int]]:
+    """The sizes of a list of changes, of dense differences, and of the bytes themselves."""
+    yield "raw", new.nbytes
+    yield (
+        "sparse",
+        sum(_sparse(new[k : k + _LIST], old[k : k + _LIST]) for k in range(0, len(new), _LIST)),
+    )
     for name, dense in (
         ("xor", (new ^ old)),
         ("difference", new - old),

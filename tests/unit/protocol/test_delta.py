@@ -9,6 +9,7 @@ from shardcast.errors import LimitError, MalformedError, MixAndMatchError
 from shardcast.protocol.delta import (
     DeltaBlob,
     DeltaPart,
+    FrameAt,
     assemble_deltas,
     decode_delta_part,
     encode_delta_part,
@@ -34,6 +35,15 @@ def test_round_trip(base: str | None) -> None:
     part = decode_delta_part(encode_delta_part(delta(base=base)))
     assert part == delta(base=base)
     assert part.shards == range(3, 6)
+
+
+def test_frames_follow_each_other_in_blobs_and_shards() -> None:
+    other = DeltaBlob(digest=B, bytes=9, frames=[(3, 9)])
+    part = delta(blobs=[*delta().blobs, other])
+    (first, two), (second, one) = part.placed()
+    assert (first.digest, second.digest) == (C, B)
+    assert two == (FrameAt(0, 1, range(3, 5)), FrameAt(1, 4, range(5, 6)))
+    assert one == (FrameAt(0, 9, range(6, 9)),)
 
 
 def blob(size: int, *frames: tuple[int, int]) -> list[DeltaBlob]:

@@ -11,8 +11,10 @@ from shardcast.protocol.plan import (
     DeltaFetch,
     FileReuse,
     Holding,
+    Plan,
     ShardCopy,
     ShardFetch,
+    network_share,
     plan_version,
     worth_switching,
 )
@@ -227,3 +229,32 @@ def test_a_newer_version_wins_where_it_costs_little(
 ) -> None:
     assert WASTE_SHARE == 0.2
     assert worth_switching(left, fresh, wasted_bytes=wasted, spent_bytes=spent) is switch
+
+
+def delta_of(shard: int, size: int) -> DeltaFetch:
+    blob = DeltaBlob(digest=D, bytes=size, frames=[(1, size)])
+    return DeltaFetch(1, blob, shard, (TWO_FILES.extent(shard),))
+
+
+def test_what_the_network_brings_first() -> None:
+    extents = [TWO_FILES.extent(shard) for shard in range(3)]
+    plan = Plan(
+        files=(FileReuse(0, 1, "old"),),
+        copies=(ShardCopy(extents[2], 1, extents[2]),),
+        deltas=(delta_of(0, 10), delta_of(1, 10)),
+        fetches=(ShardFetch(A, S, (extents[0],)), ShardFetch(B, S, (extents[1],))),
+        repeats=(ShardCopy(extents[2], 2, extents[0]), ShardCopy(extents[2], 2, extents[1])),
+        unknown=(2,),
+        done_bytes=7,
+    )
+    first = network_share(plan, 1, plain=True)
+    assert first.deltas == plan.deltas[:1]  # a blob may be more
+    assert first.fetches == ()
+    assert first.repeats == plan.repeats[:1]  # of the shard that comes
+    assert (first.files, first.copies) == ((), ())
+    assert (first.unknown, first.done_bytes) == ((2,), 7)
+    more = network_share(plan, 21, plain=True)
+    assert more.deltas == plan.deltas
+    assert more.fetches == plan.fetches[:1]
+    assert network_share(plan, 3 * S, plain=True).fetches == plan.fetches
+    assert network_share(plan, 3 * S, plain=False).fetches == ()

@@ -91,6 +91,7 @@ def test_every_test_that_threats_names_exists() -> None:
         *(ROOT / "tests").glob("property/*.py"),
         *(ROOT / "tests").glob("unit/worker/*.py"),
         *(ROOT / "tests").glob("unit/publishing/*.py"),
+        *(ROOT / "tests").glob("unit/store/*.py"),
         *(ROOT / "tests").glob("contract/*.py"),
         *(ROOT / "tests").glob("faults/*.py"),
     ]

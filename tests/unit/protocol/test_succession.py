@@ -40,6 +40,15 @@ def opened(version: int) -> OpenRef:
     return OpenRef(version=version, step=None, layout="0" * 64, parts=[], deltas=[])
 
 
+def test_an_open_version_is_named_until_it_closes_or_is_given_up() -> None:
+    head = succession.with_open(published(1), issue(NOW + 5), opened(2))
+    assert (head.version, head.open, head.sequence) == (1, opened(2), NOW + 5)
+    given_up = succession.with_open(head, issue(NOW + 5), None)
+    assert (given_up.version, given_up.open, given_up.sequence) == (1, None, NOW + 6)
+    assert succession.next_version(given_up, [2]) == 3
+    assert succession.with_open(None, issue(), opened(1)).versions == []
+
+
 def test_the_first_head_has_no_version() -> None:
     head = succession.renewed(None, issue())
     assert (head.version, head.versions, head.open) == (None, [], None)

@@ -75,6 +75,8 @@ def test_an_origin_leaves_what_is_being_uploaded_or_published() -> None:
     state = run([3], whole=3)
     assert choose(node(origin=True), state, held(2, 3), {2}) == ()
     assert choose(node(), state, held(2, 3), {2}) == (2,)
+    abandoned = held(2, 3, age_ms=2 * HOUR_MS)
+    assert choose(node(origin=True), state, abandoned, {2}) == (2,)
 
 
 def test_without_a_head_nothing_goes() -> None:

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from shardcast.base_files import BaseFiles, decoded
+from shardcast.base_files import BaseFiles
 from shardcast.delta_reports import DeltaReports
 from shardcast.errors import IntegrityError, MalformedError, NetworkError
 from shardcast.events import WorkerEvent
+from shardcast.frames import Arena, decoded
 from shardcast.protocol.head import VersionRef
 from shardcast.rebuilding import DeltaFailure
 from shardcast.store.run import RunStore
@@ -79,9 +80,24 @@ def test_what_is_not_here_is_a_gap(base: StoredVersion) -> None:
 
 
 def test_what_is_no_frame_says_why(base: StoredVersion) -> None:
-    data, problem = decoded(memoryview(b"nonsense"), 10, reader(base))
+    data, problem = decoded(memoryview(b"nonsense"), 10, reader(base), Arena())
     assert not data
     assert "frame" in problem
+
+
+def test_a_frame_for_more_than_frames_hold_takes_no_memory(base: StoredVersion) -> None:
+    data, problem = decoded(memoryview(b"nonsense"), 1 << 60, reader(base), Arena())
+    assert not data
+    assert "the most" in problem
+
+
+def test_ranges_of_the_next_frame_take_the_same_room(base: StoredVersion) -> None:
+    files = reader(base, 100 * KIB)
+    first = files.range(0, 0, 100 * KIB)
+    files.rewind()
+    second = files.range(0, 150 * KIB, 100 * KIB)
+    assert first == second == A[150 * KIB : 250 * KIB]
+    files.close()
 
 
 def test_reports_name_each_cause_once() -> None:

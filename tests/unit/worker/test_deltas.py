@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from shardcast import base_files, rebuilding
+from shardcast import base_files, frames, rebuilding
 from shardcast.errors import IntegrityError, MalformedError, NetworkError
 from shardcast.events import EventKind, WorkerEvent
 from shardcast.protocol.delta import DeltaPart, decode_delta_part, encode_delta_part
@@ -391,6 +391,28 @@ def test_a_busy_source_is_asked_again_for_deltas(out: Path, run: FakeRun) -> Non
     assert update.bytes_fetched < SHARD
 
 
+@pytest.mark.parametrize("what", ["blobs", "parts"])
+def test_who_is_put_off_goes_on_with_plain_shards_and_does_not_sit_out_a_retry_after(
+    out: Path, run: FakeRun, what: str
+) -> None:
+    """A relay that cannot fill a delta blob says 503 for ever: ten minutes, if it likes."""
+    _, (made,) = publish(run, stepped(run.files[1], 2), 1)
+    stuck = getattr(made, what)[0]
+    with RunServer(run) as server:
+        server.fault = lambda r, _: (
+            [response(503, headers={"Retry-After": "600"})] if r.digest == stuck else None
+        )
+        patient = with_config(give_up_after_s=2.0, retry_after_cap_s=600.0)
+        update, log = pull(out, run, server, config=patient)
+        assert server.blob_requests.count(stuck) == 1
+        plain = set(run.shard_digests(2)) & set(server.sent)
+    assert isinstance(log.failure(), NetworkError)
+    assert "answers 503" in str(log.failure())
+    assert update.version == 2
+    changed = set(run.shard_digests(2)) - set(run.shard_digests(1))
+    assert plain == changed if what == "parts" else set() < plain < changed
+
+
 # --- a publisher that is wrong ----------------------------------------------------------------
 
 
@@ -440,10 +462,10 @@ def test_a_codec_bug_that_makes_other_bytes_is_found(out: Path, run: FakeRun) ->
 def test_a_crash_of_the_decoder_ends_nothing(
     out: Path, run: FakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def bug(*_: object) -> bytearray:
+    def bug(*_: object) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr("shardcast.codec.decode.decode_frame", bug)
+    monkeypatch.setattr("shardcast.codec.decode.decode_frame_into", bug)
     publish(run, stepped(run.files[1], 2), 1)
     with RunServer(run) as server:
         _, log = pull(out, run, server)
@@ -571,7 +593,7 @@ def test_a_base_that_was_cut_short_is_no_bus_error(
 ) -> None:
     """Between plan and decoding a file of the base is truncated."""
     publish(run, stepped(run.files[1], 2), 1)
-    real = base_files.decoded
+    real = frames.decoded
 
     def cut(*arguments: Any) -> Any:
         with (out / "versions/000001" / MODEL).open("r+b") as file:
@@ -633,7 +655,7 @@ async def test_cancelled_while_decoding(
     """It ends before the next shard is written; what was rebuilt stays for the next pull."""
     _, (made,) = publish(run, stepped(run.files[1], 2), 1, frame_shards=1, blob_frames=1)
     decoding, go_on = threading.Event(), threading.Event()
-    real, lock, count = base_files.decoded, threading.Lock(), [0]
+    real, lock, count = frames.decoded, threading.Lock(), [0]
 
     def slow(*arguments: Any) -> Any:
         with lock:
@@ -677,6 +699,34 @@ def test_the_window_bounds_what_is_asked_for(
     assert asked == [blob for blob in made.blobs if blob in asked]  # the text needs none
     assert len(asked) >= len(made.blobs) - 1
     assert not log.of(EventKind.DELTA_FAILED)
+
+
+def test_blobs_are_decoded_and_written_as_they_arrive(
+    out: Path, run: FakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One blob does not come before a shard of another is on the disk."""
+    _, (made,) = publish(run, stepped(run.files[1], 2), 1, frame_shards=1, blob_frames=1)
+    held = made.blobs[1]
+    written = threading.Event()
+    in_time: list[bool] = []
+    place = rebuilding.Rebuilding._place
+
+    def placed(*arguments: Any) -> None:
+        place(*arguments)
+        written.set()
+
+    def answer(server: RunServer, request: Request, data: bytes) -> Iterable[Action]:
+        yield Until(written)
+        in_time.append(written.is_set())
+        yield from server.good(request, data)
+
+    monkeypatch.setattr(rebuilding.Rebuilding, "_place", placed)
+    with RunServer(run) as server:
+        server.fault = lambda r, d: answer(server, r, d) if r.digest == held else None
+        _, log = pull(out, run, server)
+    assert in_time == [True]
+    assert not log.of(EventKind.DELTA_FAILED)
+    assert log.ready.bytes_delta
 
 
 def test_a_disk_that_refuses_the_rebuilt_bytes_ends_the_pull(
@@ -845,7 +895,7 @@ def test_a_newer_version_is_weighed_with_its_delta(tmp_path: Path, run: FakeRun)
     here = store.stored(1)
     assert here is not None
     first = run.head.versions[1]
-    left = ways.price(Wanted(first, here.version))
+    left = ways.ahead(Wanted(first, here.version)).bytes
     from tests.deltas import layout_of
 
     assert 0 < left <= SHARD
@@ -856,5 +906,39 @@ def test_a_newer_version_is_weighed_with_its_delta(tmp_path: Path, run: FakeRun)
     from shardcast.protocol.manifest import Version
 
     version = Version(layout, digest, digests, ref.manifest, ())
-    assert ways.price(Wanted(ref, version)) <= left + made.bytes + 1
+    assert ways.ahead(Wanted(ref, version)).bytes <= left + made.bytes + 1
+    store.close()
+
+
+def test_what_leads_to_the_newer_version_is_not_dropped_for_it(
+    tmp_path: Path, run: FakeRun
+) -> None:
+    """Version 1 is half here, and version 2 a delta away from it: version 1 is finished first."""
+    from shardcast.effort import Effort
+    from shardcast.plan_work import Tally
+    from shardcast.protocol.manifest import Version
+    from shardcast.ways import Wanted, Ways
+    from tests.deltas import layout_of
+
+    shards = run.shard_digests(1)
+    with RunServer(run) as server:
+        server.fault = lambda r, _: [response(404)] if r.digest == shards[-2] else None
+        with pytest.raises(NetworkError):
+            pull(tmp_path, run, server)
+    ref, _ = publish(run, stepped(run.files[1], 2), 1)
+    assert run.head is not None
+    digest, layout = layout_of(run, ref)
+    digests = tuple(
+        digest_of(run.files[2][e.path][e.offset : e.offset + e.length]) for e in layout.extents()
+    )
+    newer = Wanted(ref, Version(layout, digest, digests, ref.manifest, ()))
+    store = RunStore(tmp_path, run.name)
+    here = store.stored(1)
+    assert here is not None
+    listed = list(run.head.versions)
+    for over in (True, False):  # once version 1 has left the head nobody can go over it
+        versions = listed if over else [entry for entry in listed if entry.version == 2]
+        effort = Effort(Ways(store, lambda versions=versions: versions).ahead)  # type: ignore[misc]
+        with effort.on(Wanted(listed[1], here.version), Tally(fetched_bytes=1 << 30), []):
+            assert effort.switch_to(newer) is not over
     store.close()

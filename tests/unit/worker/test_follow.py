@@ -17,7 +17,7 @@ from shardcast.config import NetConfig
 from shardcast.errors import EngineError, ExpiredError, NetworkError
 from shardcast.events import EventKind, WorkerEvent
 from shardcast.hooks import UpdateHook
-from shardcast.protocol.head import Head, VersionRef
+from shardcast.protocol.head import Head, OpenRef, VersionRef
 from shardcast.steps import Situation, Step, next_step, wanted
 from shardcast.store.run import RunStore
 from shardcast.worker import Update
@@ -126,6 +126,52 @@ def test_which_version_is_wanted(situation: Situation, version: int | None) -> N
     ],
 )
 def test_what_is_done_next(situation: Situation, step: Step) -> None:
+    assert next_step(situation) == step
+
+
+def opened(number: int, *parts: str) -> OpenRef:
+    return OpenRef(version=number, step=None, layout="0" * 64, parts=list(parts), deltas=[])
+
+
+def streaming(version: int | None, open_version: int, *parts: str, **changes: Any) -> Head:
+    return msgspec.structs.replace(head(version, **changes), open=opened(open_version, *parts))
+
+
+SOME, MORE = opened(3, "1" * 64), opened(3, "1" * 64, "2" * 64)
+
+
+@pytest.mark.parametrize(
+    ("situation", "step"),
+    [
+        # who is on the newest version fetches what is announced of the next one, each head once
+        (at(2, head=streaming(2, 3, "1" * 64)), Step(ahead=SOME)),
+        (at(2, head=streaming(2, 3, "1" * 64), gone_through=SOME), Step()),
+        (at(2, head=streaming(2, 3, "1" * 64, "2" * 64), gone_through=SOME), Step(ahead=MORE)),
+        (at(2, head=streaming(2, 3, "1" * 64, "2" * 64), ahead=3), Step()),
+        # also the first version of a run, and while activations are held
+        (at(None, head=streaming(None, 3, "1" * 64)), Step(ahead=SOME)),
+        (at(2, head=streaming(2, 3, "1" * 64, hold=True)), Step(ahead=SOME)),
+        # but only who has nothing else to do
+        (at(1, head=streaming(2, 3)), Step(obtain=ref(2))),
+        (at(1, head=streaming(2, 3), obtaining=2), Step()),
+        (at(1, head=streaming(2, 3), ready=2), Step(activate=True)),
+        (at(1, head=streaming(2, 3), activating=2), Step()),
+        (at(1, head=streaming(2, 3, hold=True), ready=2), Step(held=True)),
+        # and nothing of an expired head, or of what is no newer
+        (at(2, head=streaming(2, 3, "1" * 64), expired=True), Step()),
+        (at(4, head=streaming(2, 3, versions=(4,))), Step()),
+        # it closes: what was begun of it ends by itself, then it is obtained
+        (at(2, head=head(3, (2,)), ahead=3), Step()),
+        (at(2, head=head(3, (2,))), Step(obtain=ref(3))),
+        # it vanishes, or another version is there first
+        (at(2, head=head(2), ahead=3), Step(drop=True)),
+        (at(2, head=head(4, (2,)), ahead=3), Step(drop=True)),
+        (at(2, head=streaming(2, 4), ahead=3), Step(drop=True)),
+        (at(2, head=streaming(2, 3), ahead=3, expired=True), Step(drop=True)),
+        (at(2, head=head(1, withdrawn=(2,)), ahead=3), Step(drop=True)),
+    ],
+)
+def test_what_is_fetched_ahead(situation: Situation, step: Step) -> None:
     assert next_step(situation) == step
 
 

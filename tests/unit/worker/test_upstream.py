@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 
 import pytest
 
+from loadtest.streams import StreamServer
 from shardcast.errors import (
     LimitError,
     MalformedError,
@@ -232,8 +234,8 @@ async def test_connections_to_a_server_are_bounded_and_reused() -> None:
                 return
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
 
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    server = StreamServer(answer)
+    url = await server.start()
     async with open_session(QUICK, most=4) as session:
         upstreams = [Upstream(url, session, QUICK) for _ in range(40)]
         answers = await asyncio.gather(*(upstream.status() for upstream in upstreams))
@@ -250,5 +252,29 @@ async def test_connections_to_a_server_are_bounded_and_reused() -> None:
             assert await upstreams[0].status() == {}
             hopeless.cancel()
             await asyncio.gather(hopeless, return_exceptions=True)
-    server.close()
-    await server.wait_closed()
+    await server.close()
+
+
+async def test_a_connection_that_is_in_use_when_its_session_closes_is_closed_after_its_request() -> (
+    None
+):
+    asked, go, left = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        asked.set()
+        await go.wait()
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+        with contextlib.suppress(ConnectionResetError):
+            assert await reader.read() == b""
+        left.set()
+
+    server = StreamServer(answer)
+    url = await server.start()
+    async with open_session(QUICK) as session:
+        task = asyncio.create_task(Upstream(url, session, QUICK).status())
+        await asyncio.wait_for(asked.wait(), 10)
+    go.set()
+    assert await task == {}
+    await asyncio.wait_for(left.wait(), 10)
+    await server.close()
