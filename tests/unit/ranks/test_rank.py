@@ -132,9 +132,9 @@ def test_all_ranks_run_what_was_activated(crew: Crew, versions: list[Target]) ->
         assert (report.outcome, report.served, report.staged) == ("activated", target, None)
         assert set(report.phases_ms) == {"check", "load"}
         assert set(crew.loaded) == {target.digest}
+        assert report.gemm == {"torch": 2 * len(crew.ranks)}
     assert crew.tell(activate_command(versions[2])).outcome == "already"
     assert crew.stage(versions[2]).served == versions[2]
-    assert report.gemm == {"torch": 2 * len(crew.ranks)}
 
 
 def test_what_is_not_staged_is_refused(crew: Crew, versions: list[Target]) -> None:
