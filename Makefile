@@ -22,10 +22,15 @@ ARGS ?=
 SUITE := $(if $(ARGS),pytest $(ARGS),tests)
 COVERAGE ?=
 
-.PHONY: help test demo lint types coverage format clean
+# The tests of a real inference engine have an environment of their own, of about 3 GB.
+ENGINE_VENV := .venv-engine
+ENGINE_STAMP := $(ENGINE_VENV)/.installed
+
+.PHONY: help test test-engine demo lint types coverage format clean
 
 help:
 	@echo "make test      run the tests (ARGS=... goes to pytest)"
+	@echo "make test-engine  the tests that need a real engine; installs vLLM for CPUs first (x86-64, 3 GB)"
 	@echo "make demo      a whole tree on this machine, in under a minute"
 	@echo "make lint      ruff, formatting, import contracts"
 	@echo "make types     mypy, strict"
@@ -60,6 +65,15 @@ test: $(DEV_STAMP)
 	$(BIN)/python -m $(SUITE)
 endif
 
+$(ENGINE_STAMP): $(BUILD_INPUTS) tests/engine/install.sh
+	@test -x $(ENGINE_VENV)/bin/python || "$(PYTHON)" -m venv --clear $(ENGINE_VENV)
+	tests/engine/install.sh $(ENGINE_VENV)
+	$(ENGINE_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --editable '.[dev]'
+	@touch $@
+
+test-engine: $(ENGINE_STAMP)
+	SHARDCAST_ENGINE_TESTS=1 $(ENGINE_VENV)/bin/python -m pytest --timeout 300 $(if $(ARGS),$(ARGS),tests/engine)
+
 coverage:
 	@$(MAKE) --no-print-directory test COVERAGE=1
 	@echo "coverage of the protocol (gate: 100 %, branches included)"
@@ -83,6 +97,6 @@ format: $(DEV_STAMP)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info htmlcov .coverage .coverage.* .hypothesis
+	rm -rf $(VENV) $(ENGINE_VENV) build dist *.egg-info htmlcov .coverage .coverage.* .hypothesis
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .grimp_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

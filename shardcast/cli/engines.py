@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import ipaddress
 import os
 import threading
 from collections.abc import Callable, Coroutine, Iterator
@@ -17,6 +18,7 @@ import typer
 from shardcast.cli.options import read_token
 from shardcast.cli.output import Output
 from shardcast.cli.units import parse_time
+from shardcast.connection import parse_endpoint
 from shardcast.errors import UsageError
 
 if TYPE_CHECKING:
@@ -246,6 +248,21 @@ def make_agent(options: EngineOptions, directory: Path, run: str, view: Observer
     )
     found.append(agent)
     return agent
+
+
+def readable_keys(options: EngineOptions) -> list[str]:
+    """Return the engines whose key anybody on the way could read."""
+    if read_token(options.token_file, TOKEN_VARIABLE) is None:
+        return []
+    ends = [(url, parse_endpoint(url)) for url in options.urls]
+    return [url for url, end in ends if not (end.tls or _is_this_machine(end.host))]
+
+
+def _is_this_machine(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _engine(

@@ -26,6 +26,7 @@ from shardcast.cli.engines import (
     RequestsChoice,
     RequestsOption,
     make_agent,
+    readable_keys,
 )
 from shardcast.cli.options import (
     DISK,
@@ -127,6 +128,8 @@ def follow(
                 check_canary=check_canary,
             )
             agent = make_agent(options, directory, run, view)
+            for url in readable_keys(options):
+                out.warning(f"{url} is sent its key in clear: use https, or an engine on this host")
         worker = Worker(
             directory,
             run,

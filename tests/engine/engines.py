@@ -193,7 +193,11 @@ class EngineHost:
         """End it; engines are ended by those who started them."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(10)
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:  # a machine that has no time for it
+            self._process.kill()
+            self._process.wait()
         if self._process.stdout is not None:
             self._process.stdout.close()
         self._log.close()

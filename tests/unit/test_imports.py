@@ -58,7 +58,7 @@ def loaded() -> dict[str, Loaded]:
     env = {key: value for key, value in os.environ.items() if not key.startswith("COVERAGE")}
     env["PYTHONPATH"] = str(ROOT)
     probe = subprocess.run(
-        [sys.executable, str(PROBE), *MODULES],
+        [sys.executable, str(PROBE), *(module for module in MODULES if module not in RIM)],
         env=env,
         cwd=ROOT,
         stdout=subprocess.PIPE,

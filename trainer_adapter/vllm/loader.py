@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 import weakref
 from collections.abc import Iterator
 from copy import copy
@@ -71,6 +72,7 @@ class ShardcastLoader(DefaultModelLoader):  # type: ignore[misc]
         Raises:
             ShardcastError: If there is none, or its bytes are not those that were published.
         """
+        self.counter_before_loading_weights = time.perf_counter()  # what vLLM logs counts from here
         where = Path(str(model_config.model))
         target = agree_on(_agreement(), lambda: self._resolve(where), where)
         checkpoint = Checkpoint(

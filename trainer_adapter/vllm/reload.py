@@ -106,6 +106,8 @@ class Model:
                 error,
             )
             return
+        finally:
+            shadow.close()
         for head, embedding in self._heads.items():
             _check_tied(checkpoint, arrivals, f"{head}.weight", f"{embedding}.weight")
 

@@ -221,6 +221,14 @@ class Shadow:
             raise refuse(_listed(self._problems))
         return {name: self._arrivals[key] for name, key in self._parameters.items()}
 
+    def close(self) -> None:
+        """Take the shadow apart: a cycle of garbage would keep the kernels' packed weights alive."""
+        for clone in self._shadows.values():
+            clone.__dict__.clear()
+        for tensor in self._kept:
+            tensor.__dict__.clear()
+        self._kept.clear()
+
     def _stream(self, specs: Iterable[Spec]) -> Iterator[tuple[str, torch.Tensor]]:
         for spec in specs:
             self._current = spec.name

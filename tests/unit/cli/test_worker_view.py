@@ -8,7 +8,7 @@ import pytest
 from shardcast.cli.output import EVENT_MEMBERS, Output
 from shardcast.cli.progress import LineMeters
 from shardcast.cli.worker_view import WorkerView
-from shardcast.errors import IntegrityError, NetworkError
+from shardcast.errors import EngineError, IntegrityError, NetworkError
 from shardcast.events import EventKind, WorkerEvent
 from tests.clock import Clock
 
@@ -116,3 +116,38 @@ def test_what_people_should_know_is_said(
     error = None if kind is EventKind.FROZEN else IntegrityError("wrong bytes")
     shown.on_event(event(kind, version=4, source="http://b", error=error))
     assert said in capsys.readouterr().err
+
+
+ENGINE = "http://127.0.0.1:8000"
+ACTIVATED = event(
+    EventKind.ACTIVATED, version=4, step=40, manifest="ab" * 32, engine=ENGINE, pause_ms=83.0
+)
+ADAPTER = event(EventKind.ACTIVATED, version=4, engine=ENGINE, model="math/policy/4/ab")
+FAILED = event(EventKind.ENGINE_FAILED, engine=ENGINE, error=EngineError("it broke", source=ENGINE))
+
+
+def test_what_engines_do_as_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = view(Output(), Clock(0.0))
+    for one in (event(EventKind.STAGED, version=4, engine=ENGINE), ACTIVATED, ADAPTER, FAILED):
+        shown.on_event(one)
+    said = capsys.readouterr()
+    assert said.out.splitlines() == [
+        f"activated  policy version 4 (step 40): {ENGINE}, paused 83 ms",
+        f"activated  policy version 4: {ENGINE}, as model math/policy/4/ab",
+    ]
+    assert said.err.splitlines() == [
+        f"staged     policy version 4: {ENGINE}",
+        f"warning: it broke ({ENGINE})",
+    ]
+
+
+def test_what_engines_do_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = view(Output(json=True), Clock(0.0))
+    for one in (ACTIVATED, ADAPTER, FAILED):
+        shown.on_event(one)
+    first, second, third = map(json.loads, capsys.readouterr().out.splitlines())
+    assert set(first) == {*EVENT_MEMBERS, "event", "t", "engine", "pause_ms"}
+    assert (first["engine"], first["pause_ms"]) == (ENGINE, 83.0)
+    assert (second["model"], second["pause_ms"]) == ("math/policy/4/ab", None)
+    assert (third["event"], third["code"], third["engine"]) == ("engine_failed", "engine", ENGINE)
+    assert third["message"] == "it broke"

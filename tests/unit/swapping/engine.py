@@ -124,6 +124,8 @@ class FakeEngine:
         elif told.op == "activate":
             assert told.target is not None
             what = await self._point("load")
+            if what == "nonsense":
+                return None  # type: ignore[return-value]
             reply = self._load(told.target, what)
             self._answered("load", what)
             return combine([write_reply(reply)])
@@ -219,6 +221,7 @@ class FakeHost:
         self.loaded: set[str] = set()
         self.broken: set[str] = set()
         self.why_not = ""
+        self.deaf = False
         self.log: list[str] = []
 
     def refusal(self) -> str:
@@ -243,6 +246,8 @@ class FakeHost:
         self.loaded.add(model)
 
     async def present(self) -> set[str]:
+        if self.deaf:
+            raise RuntimeError("it does not answer")
         if self.engine is not None and self.engine.dropped_adapters:
             self.engine.dropped_adapters = False
             self.loaded.clear()

@@ -203,6 +203,20 @@ async def test_a_failure_at_any_point(make: Make, point: str, kind: str) -> None
     assert not world.engine.resumed_half
 
 
+async def test_what_nobody_foresaw_poisons_a_paused_engine(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = await make(FakeEngine(load="nonsense"))
+    with pytest.raises(SwapError, match="send activate again"):
+        await world.activate(NEW)
+    assert world.engine.paused
+    assert world.outcome() == "c"
+    assert world.swapper.state.poisoned
+    assert "nobody foresaw" in caplog.text
+    await world.activate(NEXT)
+    assert world.swapper.state.ready
+
+
 @pytest.mark.parametrize("also", ["state", "is_paused"])
 async def test_answers_that_are_lost_twice(make: Make, also: str) -> None:
     """Nobody can tell what is loaded, or whether it runs: then it is not said to be served."""

@@ -255,6 +255,18 @@ async def test_an_adapter_that_does_not_come_back_is_said(server: Server) -> Non
     assert model in state.last_failure.message
 
 
+async def test_adapters_that_nobody_can_look_for_do_not_stop_a_swap(server: Server) -> None:
+    await server.post(LORA_PATH, lora(OLD))
+    server.host.deaf = True
+    assert (await server.post(ACTIVATE_PATH, members(NEW))).status == 200
+    state = server.swapper.state
+    assert state.ready
+    assert state.last_failure is not None
+    assert state.last_failure.phase == "lora"
+    assert fault(await server.post(LORA_PATH, lora(NEW))).error.code == "failed"
+    assert fault(await server.post(LORA_PATH, lora(NEW))).error.phase == "lora"
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [(IntegrityError("bad bytes"), "integrity"), (MalformedError("no adapter"), "incompatible")],
