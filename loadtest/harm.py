@@ -7,6 +7,7 @@ import functools
 import heapq
 import itertools
 import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from loadtest.processes import Process, ProcessError
 
 _STOP_S = 45.0  # a relay drains for up to 30 s
 _FINE_EXITS = {0, 143}
+_EARLY_EXITS = {*_FINE_EXITS, -signal.SIGTERM, 130}
+"""Of a process that was asked to end before it had said a word: it may not have listened yet."""
 
 
 @dataclass(order=True)
@@ -171,7 +174,7 @@ class Harm:
                 self.dirty.append(f"{member.name} did not end: {error}")
                 process.kill()
                 status = 0
-            if status not in _FINE_EXITS:
+            if status not in (_FINE_EXITS if process.events() else _EARLY_EXITS):
                 self.dirty.append(process.describe(f"ended with {status} when it was asked to"))
             if entry.pause is not None:
                 again = functools.partial(self.start, member)

@@ -245,6 +245,8 @@ def _stages(report: Report) -> str:
             ("**durable**: synced and committed", "durable"),
         )
     ]
+    every = [", ".join(f"{s:.2f}" for s in report.samples[f"{name}_ready"]) for name in RUNS]
+    rows.append(["(ready, of each version in turn; above is the quickest)", *every])
     copies = [report.samples[f"{name}_copy_s"][0] for name in RUNS]
     rows.append(["(a full copy, from head to ready)", *(f"{copy:.2f}" for copy in copies)])
     rows.append(["bytes on the worker's cable", *(f"{way.wire:,.0f}" for way in ways)])

@@ -154,8 +154,8 @@ def as_table(report: Report) -> list[str]:
         f"behind ({facts['committed']} versions committed, {facts['superseded']} left for a newer one on the way). The "
         f"cable carried {seen['wire_bytes'][0] / 1e6:.1f} MB in all, where a full copy of every version would "
         f"have been {facts['versions'] * facts['version_bytes'] / 1e6:.0f} MB. A version has to be retained "
-        "(`--keep`) for as long as the first copy takes: with the default of 4 the worker reaches none "
-        "before the publisher rests."
+        "(`--keep`) for as long as its first copy takes: with fewer the deltas start from versions that the "
+        "worker never had, and it goes from copy to copy."
     )
     header = ["second", "head", "worker's version", "behind"]
     return [about, tables.table(header, rows), text]

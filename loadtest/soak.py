@@ -334,7 +334,10 @@ class Soak:
                 worst = max(worst, gained)
         for name, after in second.items():
             if name in first:
-                worst = max(worst, (after.resident - first[name].resident) / MB)
+                gained = (after.resident - first[name].resident) / MB
+                if gained > GROWTH_MB:
+                    self.tell(f"memory: {name} gained {gained:.1f} MB between two rests")
+                worst = max(worst, gained)
         return worst
 
     def _keep_logs(self, fleet: Fleet) -> None:

@@ -63,7 +63,7 @@ def publish_directory(
         UsageError: If there is nothing to publish, linking is not possible, or the store is a
             relay's.
         BusyError: If another publisher of the run does not end within ten minutes.
-        ModifiedError: If the directory changed meanwhile; nothing was announced.
+        ModifiedError: If the directory changed meanwhile; what was announced as open is given up.
         TrustError: If the run belongs to another key.
         DiskError: If the system refuses.
     """

@@ -278,14 +278,11 @@ class FetchPool:
             # Two more than there are jobs: one notices a transfer that lags and races it, the
             # other watches both.
             wanted = min(most, self._schedule.unfinished + 2 * (sources > 1))
-            first = len(self._threads)
-            new = [
-                threading.Thread(target=self._work, name=f"fetch-{self._run}-{n}", daemon=True)
-                for n in range(first, wanted)
-            ]
-            self._threads += new
-        for thread in new:
-            thread.start()
+            for n in range(len(self._threads), wanted):
+                name = f"fetch-{self._run}-{n}"
+                thread = threading.Thread(target=self._work, name=name, daemon=True)
+                thread.start()  # before it is known: who finishes joins all that are
+                self._threads.append(thread)
 
     def _work(self) -> None:
         try:

@@ -225,6 +225,6 @@ def require_unchanged(before: Selection, after: Selection, root: Path) -> None:
         else:
             continue
         raise ModifiedError(
-            f"checkpoint file {path} {change} while it was published; nothing was announced",
+            f"checkpoint file {path} {change} while it was published; no version was announced",
             source=str(root / path),
         )

@@ -83,7 +83,7 @@ def publish_remote(
 
     Raises:
         UsageError: If there is nothing to publish.
-        ModifiedError: If the directory changed meanwhile; nothing was announced.
+        ModifiedError: If the directory changed meanwhile; what was announced as open is given up.
         TrustError: If the run belongs to another key.
         RefusedError: If the origin does not take it (token, or another publisher was faster).
         NetworkError: If the origin cannot be reached.

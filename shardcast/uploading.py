@@ -119,7 +119,7 @@ def _send(client: OriginClient, digest: str, body: Body) -> None:
     except IntegrityError as error:
         raise ModifiedError(
             f"checkpoint file {body.path} changed while it was uploaded "
-            f"(offset {body.offset}, {body.length} bytes); nothing was announced",
+            f"(offset {body.offset}, {body.length} bytes); no version was announced",
             source=str(body.path),
         ) from error
 

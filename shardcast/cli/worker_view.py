@@ -132,7 +132,8 @@ class WorkerView:
     def _say_ready(self, name: str, event: WorkerEvent) -> None:
         seconds = time.monotonic() - self._began.pop(event.version or 0, time.monotonic())
         fetched = event.bytes_fetched or 0
-        how = f", {size(fetched)} fetched ({rate(fetched, seconds)})" if fetched else ""
+        late = fetched - (event.bytes_ahead or 0)  # what came ahead took other seconds
+        how = f", {size(fetched)} fetched ({rate(late, seconds)})" if fetched else ""
         if event.bytes_delta:
             how += f", {size(event.bytes_delta)} of it deltas"
         if event.bytes_ahead:

@@ -1595,23 +1595,31 @@ static int decode(const uint8_t *bytes, size_t length, const Segment *s, size_t 
 
 /* --- byte planes: for what changed so much that its places are not worth telling --------------------- */
 
-/* Elements as the difference to the base in the order of the values, small ones of either sign as small
- * numbers; without a base the bits, the sign last, so that the exponent lies in the highest byte. */
-static inline uint64_t to_plane(const uint8_t *base, const uint8_t *next, Type type)
+/* How an element stands to its base's. In order: the difference in the order of the values, small ones of either
+ * sign as small numbers. The others look at the bits alone: codes that go on past zero or past the largest, and
+ * bits that flip, are few different numbers so. */
+enum { IN_ORDER, SUBTRACTED, XORED, WAYS };
+
+/* Without a base: the bits, the sign last, so that the exponent lies in the highest byte. */
+static inline uint64_t to_plane(const uint8_t *base, const uint8_t *next, Type type, int way)
 {
     uint64_t sign = (uint64_t)1 << (8 * type.width - 1), all = sign | (sign - 1);
     uint64_t bits = load(next, type.width);
     if (base == NULL)
         return type.is_float ? (bits << 1 | bits >> (8 * type.width - 1)) & all : bits;
+    if (way != IN_ORDER)
+        return way == XORED ? bits ^ load(base, type.width) : (bits - load(base, type.width)) & all;
     uint64_t d = (to_order(bits, type) - to_order(load(base, type.width), type)) & all;
     return (d << 1 ^ (d & sign ? all : 0)) & all;
 }
 
-static inline uint64_t from_plane(const uint8_t *base, uint64_t value, Type type)
+static inline uint64_t from_plane(const uint8_t *base, uint64_t value, Type type, int way)
 {
     uint64_t sign = (uint64_t)1 << (8 * type.width - 1), all = sign | (sign - 1);
     if (base == NULL)
         return type.is_float ? (value >> 1 | (value & 1 ? sign : 0)) & all : value;
+    if (way != IN_ORDER)
+        return way == XORED ? value ^ load(base, type.width) : (value + load(base, type.width)) & all;
     uint64_t d = (value >> 1 ^ (value & 1 ? all : 0)) & all;
     return from_order(to_order(load(base, type.width), type) + d, type);
 }
@@ -1620,26 +1628,27 @@ enum { WIDEST = 8 };
 
 typedef struct {
     uint8_t *at[WIDEST]; /* written by split, read by merge; the lowest byte first */
+    int way;
 } Planes;
 
-static inline void split_portable(const Segment *s, const Planes *p, size_t from, Type type)
+static inline void split_portable(const Segment *s, const Planes *p, size_t from, Type type, int way)
 {
     for (size_t j = from; j < s->count; j++) {
         size_t at = j * (size_t)type.width;
-        uint64_t v = to_plane(s->base ? s->base + at : NULL, s->next + at, type);
+        uint64_t v = to_plane(s->base ? s->base + at : NULL, s->next + at, type, way);
         for (int k = 0; k < type.width; k++)
             p->at[k][j] = (uint8_t)(v >> (8 * k));
     }
 }
 
-static inline void merge_portable(const Segment *s, const Planes *p, size_t from, Type type)
+static inline void merge_portable(const Segment *s, const Planes *p, size_t from, Type type, int way)
 {
     for (size_t j = from; j < s->count; j++) {
         size_t at = j * (size_t)type.width;
         uint64_t v = 0;
         for (int k = 0; k < type.width; k++)
             v |= (uint64_t)p->at[k][j] << (8 * k);
-        store(s->out + at, type.width, from_plane(s->base ? s->base + at : NULL, v, type));
+        store(s->out + at, type.width, from_plane(s->base ? s->base + at : NULL, v, type, way));
     }
 }
 
@@ -1701,19 +1710,27 @@ VECTOR from_order_of(__m256i order, Type type)
     return _mm256_xor_si256(order, _mm256_or_si256(_mm256_andnot_si256(positive, _mm256_set1_epi8(-1)), top));
 }
 
-VECTOR to_plane_of(const uint8_t *base, const uint8_t *next, Type type)
+VECTOR to_plane_of(const uint8_t *base, const uint8_t *next, Type type, int way)
 {
     __m256i bits = load_avx2(next);
     if (base == NULL && !type.is_float)
         return bits;
     if (base == NULL) /* the sign, all ones, subtracted: one added */
         return sub_of(add_of(bits, bits, type.width), negative_of(bits, type.width), type.width);
+    if (way == XORED)
+        return _mm256_xor_si256(bits, load_avx2(base));
+    if (way == SUBTRACTED)
+        return sub_of(bits, load_avx2(base), type.width);
     __m256i d = sub_of(to_order_of(bits, type), to_order_of(load_avx2(base), type), type.width);
     return _mm256_xor_si256(add_of(d, d, type.width), negative_of(d, type.width));
 }
 
-VECTOR from_plane_of(const uint8_t *base, __m256i v, Type type)
+VECTOR from_plane_of(const uint8_t *base, __m256i v, Type type, int way)
 {
+    if (base != NULL && way == XORED)
+        return _mm256_xor_si256(v, load_avx2(base));
+    if (base != NULL && way == SUBTRACTED)
+        return add_of(v, load_avx2(base), type.width);
     __m256i odd = _mm256_and_si256(v, ones_of(type.width));
     odd = sub_of(_mm256_setzero_si256(), odd, type.width);
     if (base == NULL && !type.is_float)
@@ -1728,7 +1745,7 @@ VECTOR from_plane_of(const uint8_t *base, __m256i v, Type type)
 #define SAVE(at, v) _mm256_storeu_si256((__m256i *)(at), v)
 
 AVX2 static inline __attribute__((always_inline)) size_t
-split_avx2(const Segment *s, const Planes *p, Type type)
+split_avx2(const Segment *s, const Planes *p, Type type, int way)
 {
     const int width = type.width;
     size_t j = 0;
@@ -1736,7 +1753,7 @@ split_avx2(const Segment *s, const Planes *p, Type type)
         const uint8_t *n = s->next + j * (size_t)width, *b = s->base ? s->base + j * (size_t)width : NULL;
         __m256i v[4];
         for (int k = 0; k < width; k++)
-            v[k] = to_plane_of(b ? b + 32 * k : NULL, n + 32 * k, type);
+            v[k] = to_plane_of(b ? b + 32 * k : NULL, n + 32 * k, type, way);
         if (width == 1) {
             SAVE(p->at[0] + j, v[0]);
         } else if (width == 2) {
@@ -1761,7 +1778,7 @@ split_avx2(const Segment *s, const Planes *p, Type type)
 }
 
 AVX2 static inline __attribute__((always_inline)) size_t
-merge_avx2(const Segment *s, const Planes *p, Type type)
+merge_avx2(const Segment *s, const Planes *p, Type type, int way)
 {
     const int width = type.width;
     size_t j = 0;
@@ -1789,23 +1806,13 @@ merge_avx2(const Segment *s, const Planes *p, Type type)
             v[3] = _mm256_unpackhi_epi16(c, e);
         }
         for (int k = 0; k < width; k++)
-            SAVE(o + 32 * k, from_plane_of(b ? b + 32 * k : NULL, v[k], type));
+            SAVE(o + 32 * k, from_plane_of(b ? b + 32 * k : NULL, v[k], type, way));
     }
     return j;
 }
 
-/* Constants for width and sort make tight loops. */
-#define BY_VECTORS(call)                                                                            \
-    if (type.is_float) {                                                                            \
-        type.is_float = 1;                                                                          \
-        switch (type.width) {                                                                       \
-        case 1: type.width = 1; return call;                                                        \
-        case 2: type.width = 2; return call;                                                        \
-        case 4: type.width = 4; return call;                                                        \
-        default: return 0;                                                                          \
-        }                                                                                           \
-    }                                                                                               \
-    type.is_float = 0;                                                                              \
+/* Constants for way, sort and width make tight loops. */
+#define BY_VECTOR_WIDTH(call)                                                                       \
     switch (type.width) {                                                                           \
     case 1: type.width = 1; return call;                                                            \
     case 2: type.width = 2; return call;                                                            \
@@ -1813,14 +1820,30 @@ merge_avx2(const Segment *s, const Planes *p, Type type)
     default: return 0;                                                                              \
     }
 
+#define BY_VECTORS(call)                                                                            \
+    if (type.is_float) {                                                                            \
+        type.is_float = 1;                                                                          \
+        BY_VECTOR_WIDTH(call)                                                                       \
+    }                                                                                               \
+    type.is_float = 0;                                                                              \
+    BY_VECTOR_WIDTH(call)
+
 AVX2 static size_t split_segment_avx2(const Segment *s, const Planes *p, Type type)
 {
-    BY_VECTORS(split_avx2(s, p, type))
+    switch (p->way) {
+    case SUBTRACTED: BY_VECTOR_WIDTH(split_avx2(s, p, type, SUBTRACTED))
+    case XORED: BY_VECTOR_WIDTH(split_avx2(s, p, type, XORED))
+    default: BY_VECTORS(split_avx2(s, p, type, IN_ORDER))
+    }
 }
 
 AVX2 static size_t merge_segment_avx2(const Segment *s, const Planes *p, Type type)
 {
-    BY_VECTORS(merge_avx2(s, p, type))
+    switch (p->way) {
+    case SUBTRACTED: BY_VECTOR_WIDTH(merge_avx2(s, p, type, SUBTRACTED))
+    case XORED: BY_VECTOR_WIDTH(merge_avx2(s, p, type, XORED))
+    default: BY_VECTORS(merge_avx2(s, p, type, IN_ORDER))
+    }
 }
 #endif
 
@@ -1839,7 +1862,11 @@ static void split_segment(const Segment *s, const Planes *p, Type type)
     if (path >= WITH_AVX2)
         done = split_segment_avx2(s, p, type);
 #endif
-    BY_WIDTH(split_portable(s, p, done, type))
+    switch (p->way) {
+    case SUBTRACTED: BY_WIDTH(split_portable(s, p, done, type, SUBTRACTED)) break;
+    case XORED: BY_WIDTH(split_portable(s, p, done, type, XORED)) break;
+    default: BY_WIDTH(split_portable(s, p, done, type, IN_ORDER))
+    }
 }
 
 static void merge_segment(const Segment *s, const Planes *p, Type type)
@@ -1849,7 +1876,11 @@ static void merge_segment(const Segment *s, const Planes *p, Type type)
     if (path >= WITH_AVX2)
         done = merge_segment_avx2(s, p, type);
 #endif
-    BY_WIDTH(merge_portable(s, p, done, type))
+    switch (p->way) {
+    case SUBTRACTED: BY_WIDTH(merge_portable(s, p, done, type, SUBTRACTED)) break;
+    case XORED: BY_WIDTH(merge_portable(s, p, done, type, XORED)) break;
+    default: BY_WIDTH(merge_portable(s, p, done, type, IN_ORDER))
+    }
 }
 
 static void do_planes(const Segment *s, size_t segments, Planes p, Type type,
@@ -2061,11 +2092,12 @@ static PyObject *py_decode(PyObject *self, PyObject *args)
 }
 
 PyDoc_STRVAR(split_doc,
-"split_planes(type, segments, planes, /)\n--\n\n"
-"Write elements (or their difference to the base) as byte planes, a buffer each, the lowest byte first.");
+"split_planes(type, segments, planes, way=0, /)\n--\n\n"
+"Write elements (or how they differ from the base) as byte planes, a buffer each, the lowest byte first.\n\n"
+"Ways: 0 in the order of the values, 1 subtracted, 2 exclusive or. The latter two need bases.");
 
 PyDoc_STRVAR(merge_doc,
-"merge_planes(type, segments, planes, /)\n--\n\n"
+"merge_planes(type, segments, planes, way=0, /)\n--\n\n"
 "Write elements from byte planes: the inverse of split_planes.");
 
 static PyObject *planes(PyObject *args, int split)
@@ -2073,10 +2105,16 @@ static PyObject *planes(PyObject *args, int split)
     int type, held = 0;
     PyObject *list, *buffers, *result = NULL;
     Py_buffer views[WIDEST];
-    Planes p;
+    Planes p = {.way = IN_ORDER};
     Segments g;
-    if (!PyArg_ParseTuple(args, "iOO", &type, &list, &buffers) || take(&g, list, type, !split) < 0)
+    if (!PyArg_ParseTuple(args, "iOO|i", &type, &list, &buffers, &p.way) || take(&g, list, type, !split) < 0)
         return NULL;
+    if (p.way < 0 || p.way >= WAYS) {
+        PyErr_SetString(PyExc_ValueError, "unknown way to differ from the base");
+        goto done;
+    }
+    if (p.way != IN_ORDER && need_bases(&g) < 0)
+        goto done;
     if (!PyList_Check(buffers) || PyList_Size(buffers) != g.type.width) {
         PyErr_SetString(PyExc_ValueError, "planes are a list of as many buffers as elements have bytes");
         goto done;

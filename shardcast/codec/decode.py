@@ -90,9 +90,9 @@ def _decode_group(
         case Mode.ZSTD_BASE:
             old_bytes = memoryview(b"".join(old for old in olds if old is not None))
             _scatter(planes.decompress(group.payload, length, old_bytes), segments, out)
-        case Mode.DIFFERENCES | Mode.PLANES:
+        case Mode.DIFFERENCES | Mode.PLANES | Mode.SUBTRACTED | Mode.XORED:
             merged = planes.unpack(group.payload, width, length // width)
-            kernel.merge_planes(group.type, ranges, merged)
+            kernel.merge_planes(group.type, ranges, merged, planes.WAYS[group.mode])
 
 
 def _scatter(

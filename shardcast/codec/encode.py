@@ -25,7 +25,8 @@ _SPARSE: Final = 16
 """Changes of at most one element in so many are listed without another look."""
 
 _SURE: Final = 64
-"""A list that takes at most this share of the bytes is taken: nothing else comes near."""
+_SURE_ELEMENTS: Final = 32
+"""A list of at most a byte for so many bytes, and elements, is taken: nothing else comes near."""
 
 _MOST_CHANGES: Final = 3 << 20
 """Longer lists are cut, which bounds the encoder's memory: about 45 bytes a change."""
@@ -36,6 +37,10 @@ _SAMPLE_EVERY: Final = 16
 
 _CLOSE: Final = 1.15
 """Ways that need at most so much more than the best, by the sample, are tried on everything."""
+
+_DENSE: Final = (Mode.DIFFERENCES, Mode.SUBTRACTED, Mode.XORED)
+_ALIKE: Final = 1.02
+"""Of these, which differ in the numbers alone, a sample shows the best more sharply."""
 
 _SMALL_TEXT: Final = 1 << 20
 """Texts up to this size are compressed thoroughly."""
@@ -224,7 +229,7 @@ def _encode(part: _Part) -> list[tuple[Group, _Part]]:
         if changes is not None:
             if not changes:
                 return [(Group(Mode.SAME, part.type, b""), part)]
-            if len(changes) * _SURE <= part.length:
+            if len(changes) * max(_SURE, _SURE_ELEMENTS * part.type.width) <= part.length:
                 return [(Group(Mode.CHANGES, part.type, changes), part)]
             known[Mode.CHANGES] = changes
     promising = _promising(part, known)
@@ -247,7 +252,7 @@ def _promising(part: _Part, known: dict[Mode, bytes]) -> list[Mode]:
     """Return the ways that may be the shortest, by a sample; adds to ``known`` what is found."""
     modes = [Mode.PLANES]
     if part.based:
-        modes += [Mode.CHANGES, Mode.DIFFERENCES]
+        modes += [Mode.CHANGES, *_DENSE]
     if part.text:
         modes.append(Mode.ZSTD_BASE if part.based else Mode.ZSTD)
     sample = part.sample()
@@ -263,8 +268,11 @@ def _promising(part: _Part, known: dict[Mode, bytes]) -> list[Mode]:
         sizes[mode] = len(payload)
         if sample is part:
             known[mode] = payload
-    limit = min(sizes.values()) * _CLOSE + _SAMPLE_EVERY
-    return [mode for mode, size in sizes.items() if size <= limit]
+    framing = _SAMPLE_EVERY * part.type.width  # of few bytes much
+    limit = min(sizes.values()) * _CLOSE + framing
+    dense = min((sizes[mode] for mode in _DENSE if mode in sizes), default=limit)
+    sharper = min(limit, dense * _ALIKE + framing)
+    return [m for m, size in sizes.items() if size <= (sharper if m in _DENSE else limit)]
 
 
 def _payload(mode: Mode, part: _Part) -> bytes:
@@ -281,8 +289,8 @@ def _payload(mode: Mode, part: _Part) -> bytes:
             return planes.compress(part.joined(), part.joined_base(), thorough=small)
         case _:
             split = [bytearray(elements) for _ in range(part.type.width)]
-            based = mode is Mode.DIFFERENCES
-            kernel.split_planes(part.type, part.segments(based=based), split)
+            segments = part.segments(based=mode.based)
+            kernel.split_planes(part.type, segments, split, planes.WAYS[mode])
             return planes.pack(split)
 
 

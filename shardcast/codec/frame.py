@@ -34,8 +34,10 @@ class Mode(enum.IntEnum):
         ZSTD_BASE: Compressed with the base ranges as what came before.
         SAME: Equal to the base ranges; no payload.
         CHANGES: What differs from the base ranges (``__kernel.encode_changes``).
-        DIFFERENCES: Byte planes of the differences, each compressed or not.
+        DIFFERENCES: Byte planes of the differences in the order of the values, each compressed or not.
         PLANES: Byte planes of the elements, each compressed or not.
+        SUBTRACTED: Byte planes of the bits less the base's, each compressed or not.
+        XORED: Byte planes of the bits that differ, each compressed or not.
     """
 
     RAW = 0
@@ -45,11 +47,13 @@ class Mode(enum.IntEnum):
     CHANGES = 4
     DIFFERENCES = 5
     PLANES = 6
+    SUBTRACTED = 7
+    XORED = 8
 
     @property
     def based(self) -> bool:
         """Whether its segments have ranges of the base."""
-        return self in (Mode.ZSTD_BASE, Mode.SAME, Mode.CHANGES, Mode.DIFFERENCES)
+        return self not in (Mode.RAW, Mode.ZSTD, Mode.PLANES)
 
 
 @dataclass(frozen=True, slots=True)

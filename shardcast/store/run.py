@@ -72,6 +72,7 @@ class RunStore(RunRecords):
         self._lock = threading.RLock()
         self._cache: dict[int, StoredVersion] = {}
         self._followed: dict[int, StoredVersion] = {}
+        self._retired: list[StoredVersion] = []
         self._writer = True
 
     # --- versions ---------------------------------------------------------------------------
@@ -160,7 +161,7 @@ class RunStore(RunRecords):
             if here is not None and (
                 not here.alive or here.version.layout_digest != version.layout_digest
             ):
-                self._followed.pop(number).let_go()
+                self._retire(self._followed.pop(number))
                 here = None
             directory = self.staging_directory(number)
             if here is None:
@@ -198,7 +199,7 @@ class RunStore(RunRecords):
                     if version is not None:
                         followed = self._followed.pop(number, None)
                         if followed is not None:  # it has been described: followed no longer
-                            followed.let_go()
+                            self._retire(followed)
                         return self._open(version, directory, committed=committed)
             return None
 
@@ -209,6 +210,12 @@ class RunStore(RunRecords):
                 self._cache.pop(number).close()
             for number in [n for n, followed in self._followed.items() if not followed.alive]:
                 self._followed.pop(number).close()
+            retired, self._retired = self._retired, []
+            for stored in retired:
+                if stored.alive:
+                    self._retire(stored)
+                else:
+                    stored.close()
 
     def commit(self, number: int, durability: Durability = Durability.SYNC) -> StoredVersion:
         """Give a complete staged version its final name (``StoredVersion.commit_to``).
@@ -263,7 +270,7 @@ class RunStore(RunRecords):
         with self._lock:
             if writer and not self._writer:
                 for stored in self._cache.values():
-                    stored.let_go()  # not closed: they may be read at this moment
+                    self._retire(stored)
                 self._cache.clear()
             self._writer = writer
             for stored in self._cache.values():
@@ -342,10 +349,11 @@ class RunStore(RunRecords):
     def close(self) -> None:
         """Close every descriptor that this object holds."""
         with self._lock:
-            for stored in (*self._cache.values(), *self._followed.values()):
+            for stored in (*self._cache.values(), *self._followed.values(), *self._retired):
                 stored.close()
             self._cache.clear()
             self._followed.clear()
+            self._retired.clear()
 
     # --- inner workings ---------------------------------------------------------------------
 
@@ -374,6 +382,11 @@ class RunStore(RunRecords):
 
     def _journal_path(self, number: int) -> Path:
         return self.root / "state" / f"{number:06d}.shards"
+
+    def _retire(self, stored: StoredVersion) -> None:
+        """Another object takes its place; whoever uses it at this moment may go on."""
+        stored.let_go()  # it opens itself again for who still has it: looked at again later
+        self._retired.append(stored)
 
     def _open(self, version: Version, directory: Path, *, committed: bool) -> StoredVersion:
         journal = self._journal_of(version, read_only=not self._writer)

@@ -88,3 +88,27 @@ async def test_publishing_an_open_version_over_http(tmp_path: Path) -> None:
         answer = await origin.head(heads[2], If_Match=etag)
         assert answer.status == 200, answer.body
         assert files_of(origin, 2) == dict(VERSION.files)
+
+
+async def test_a_part_that_lied_while_the_version_was_open_is_corrected_when_it_closes(
+    tmp_path: Path,
+) -> None:
+    """The relay verified other bytes there, as a signed part said; the closed version says otherwise."""
+    old, wrong = make_version(1), noise(SHARD, 99)
+    lie = encode_part(VERSION.layout, 0, [VERSION.shards[0], digest_of(wrong)])
+    parent = ScriptedParent(blobs={digest_of(lie): lie, digest_of(wrong): wrong})
+    parent.serve(make_head(old, opened=opened()), old, VERSION)
+    async with parent.running(), running(config(tmp_path / "r", parent.url)) as url:
+        await wait_ready(url)
+        parent.serve(make_head(old, opened=opened(digest_of(lie))))
+
+        async def believed() -> bool:
+            return await status(url, digest_of(wrong)) == 200
+
+        await eventually(believed)
+        parent.serve(make_head(old, VERSION))
+        committed = tmp_path / "r" / RUN / "versions" / "000002" / "a"
+        await eventually(committed.exists)
+        assert committed.read_bytes() == VERSION.files["a"]
+        assert await status(url, digest_of(wrong)) == 404
+        assert await status(url, VERSION.shards[1]) == 200

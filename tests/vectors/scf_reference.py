@@ -21,8 +21,8 @@ TYPES = {
     8: (4, 0, 0, False),
     9: (8, 0, 0, False),
 }
-RAW, ZSTD, ZSTD_BASE, SAME, CHANGES, DIFFERENCES, PLANES = range(7)
-BASED = {ZSTD_BASE, SAME, CHANGES, DIFFERENCES}
+RAW, ZSTD, ZSTD_BASE, SAME, CHANGES, DIFFERENCES, PLANES, SUBTRACTED, XORED = range(9)
+BASED = {ZSTD_BASE, SAME, CHANGES, DIFFERENCES, SUBTRACTED, XORED}
 ONE = 1 << 16
 
 
@@ -115,6 +115,12 @@ def rebuild(mode: int, kind: int, payload: bytes, lengths: Sequence[int], old: b
         for k, v in enumerate(values):
             step = -(v + 1) // 2 if v & 1 else v // 2
             before = int.from_bytes(old[k * width : (k + 1) * width], "little")
+            if mode == SUBTRACTED:
+                plain.append((before + v) % (1 << bits))
+                continue
+            if mode == XORED:
+                plain.append(before ^ v)
+                continue
             plain.append(from_order(to_order(before, kind) + step, kind))
     return b"".join(value.to_bytes(width, "little") for value in plain)
 

@@ -215,17 +215,18 @@ static void changes(Case *c)
         free(bytes[k]);
 }
 
-static void byte_planes(Case *c)
+static void byte_planes(Case *c, int way)
 {
     Segment s[MOST_SEGMENTS];
     memcpy(s, c->s, sizeof s);
-    int bare = below(2) == 0;
+    int bare = way == IN_ORDER && below(2) == 0;
     for (size_t i = 0; i < c->count && bare; i++)
         s[i].base = NULL;
     Planes p[MOST_PATHS];
     uint8_t *held[MOST_PATHS][WIDEST];
     for (path = 0; path < paths; path++) {
         memset(&p[path], 0, sizeof p[path]);
+        p[path].way = way;
         for (int k = 0; k < c->type.width; k++) {
             held[path][k] = malloc(c->elements + (c->elements == 0));
             check(held[path][k] != NULL, "no memory");
@@ -260,7 +261,7 @@ int main(int argc, char **argv)
         Case c;
         make(&c);
         changes(&c);
-        byte_planes(&c);
+        byte_planes(&c, (int)below(WAYS));
         drop(&c);
     }
     printf("%llu rounds, %d paths; damaged payloads: %llu refused, %llu taken\n", (unsigned long long)rounds,

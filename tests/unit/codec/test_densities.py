@@ -3,17 +3,26 @@
 from collections.abc import Callable, Iterator
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import zstandard
 
 from shardcast.codec import kernel
+from shardcast.codec.decode import decode_frame
 from shardcast.codec.elements import ElementType
 from shardcast.codec.encode import Piece, encode_frame
 from shardcast.codec.frame import BaseRange
 from tests.unit.codec.made import Files
 
+Codes = npt.NDArray[np.unsignedinteger]
+
 BYTES = 1 << 20
-UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+UNSIGNED: dict[int, type[np.unsignedinteger]] = {
+    1: np.uint8,
+    2: np.uint16,
+    4: np.uint32,
+    8: np.uint64,
+}
 
 
 def _floats(dtype: type) -> Callable[[np.random.Generator], bytes]:
@@ -64,17 +73,77 @@ def simple_ways(new: bytes, old: bytes, kind: ElementType) -> Iterator[int]:
         yield from _planes(dense, kind.width)
 
 
+def _check(new: bytes, old: bytes, kind: ElementType) -> None:
+    """A frame is longer than the best simple way by its header and the planes' lengths at most."""
+    frame = encode_frame(memoryview(new), [Piece(len(new), kind, BaseRange(0, 0))], Files([old]))
+    assert decode_frame(frame, len(new), Files([old])) == new
+    assert len(frame) <= min(simple_ways(new, old, kind)) * 1.001 + 24 + 5 * kind.width
+
+
+def _steps(rng: np.random.Generator, codes: Codes, most: int) -> Codes:
+    """The codes moved by 1 to ``most``, up or down: past zero and past the largest they wrap."""
+    moves = rng.integers(1, most + 1, codes.size).astype(codes.dtype)
+    return codes + np.where(rng.random(codes.size) < 0.5, moves, -moves)
+
+
 @pytest.mark.parametrize("kind", MADE)
 @pytest.mark.parametrize("density", [0.03, 0.1, 0.5, 1.0])
 @pytest.mark.parametrize("step", [1, 9])
 def test_never_more_than_the_best_simple_way(kind: ElementType, density: float, step: int) -> None:
     rng = np.random.default_rng(5)
     old = MADE[kind](rng)
-    codes = np.frombuffer(old, UNSIGNED[kind.width]).copy()
+    codes = np.frombuffer(old, UNSIGNED[kind.width])
     where = rng.random(codes.size) < density
-    moves = rng.integers(1, step + 1, codes.size).astype(codes.dtype)
-    moves = np.where(rng.random(codes.size) < 0.5, moves, -moves.astype(codes.dtype))
-    codes[where] += moves[where]
-    new = codes.tobytes()
-    frame = encode_frame(memoryview(new), [Piece(len(new), kind, BaseRange(0, 0))], Files([old]))
-    assert len(frame) <= min(simple_ways(new, old, kind)) * 1.001 + 40
+    _check(np.where(where, _steps(rng, codes, step), codes).tobytes(), old, kind)
+
+
+# --- across zero, past the largest ----------------------------------------------------------------
+
+
+def _values(rng: np.random.Generator, codes: Codes) -> Codes:
+    """Sign and magnitude moved by up to three values: of those at zero the sign changes."""
+    top = codes.dtype.type(1 << (8 * codes.itemsize - 1))
+    order = np.where(codes & top, ~codes, codes ^ top)
+    moved = _steps(rng, order, 3)
+    return np.where(moved & top, moved ^ top, ~moved)
+
+
+CHANGES: dict[str, Callable[[np.random.Generator, Codes], Codes]] = {
+    "by one code": lambda rng, codes: _steps(rng, codes, 1),
+    "by some codes": lambda rng, codes: _steps(rng, codes, 9),
+    "all upwards": lambda rng, codes: codes + codes.dtype.type(3),
+    "by some values": _values,
+    "a bit": lambda rng, codes: (
+        codes
+        ^ (
+            codes.dtype.type(1)
+            << rng.integers(0, 8 * codes.itemsize, codes.size).astype(codes.dtype)
+        )
+    ),
+    "the sign": lambda rng, codes: codes ^ codes.dtype.type(1 << (8 * codes.itemsize - 1)),
+}
+
+
+def _anywhere(rng: np.random.Generator, count: int, width: int) -> Codes:
+    return np.frombuffer(rng.bytes(count * width), UNSIGNED[width])
+
+
+def _at_the_ends(rng: np.random.Generator, count: int, width: int) -> Codes:
+    """Both zeros, the largest of either sign, and what lies within three codes of them."""
+    half = 1 << (8 * width - 1)
+    middles = np.array([0, half], UNSIGNED[width])[rng.integers(0, 2, count)]
+    return middles + rng.integers(-3, 4, count).astype(UNSIGNED[width])
+
+
+@pytest.mark.parametrize("kind", ElementType)
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("made", [_anywhere, _at_the_ends])
+def test_nor_where_changes_cross_zero_and_wrap(
+    kind: ElementType, change: str, made: Callable[[np.random.Generator, int, int], Codes]
+) -> None:
+    rng = np.random.default_rng(6)
+    old = made(rng, BYTES // 2 // kind.width, kind.width)
+    moved = CHANGES[change](rng, old)
+    for density in (0.03, 0.1, 0.5, 1.0):
+        new = np.where(rng.random(old.size) < density, moved, old)
+        _check(new.tobytes(), old.tobytes(), kind)

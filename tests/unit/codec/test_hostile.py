@@ -33,11 +33,21 @@ from tests.unit.codec.made import NOTHING, Files, encode_file, moved, safetensor
 def _good_frames() -> list[tuple[bytes, int, Files]]:
     rng = np.random.default_rng(8)
     codes = weights(rng, 3000)
-    before = {"a": ("BF16", codes.tobytes()), "b": ("I32", rng.bytes(800)), "c": ("I8", bytes(900))}
+    small = rng.integers(-2, 2, 3000, np.int8).view(np.uint8)
+    flags = small ^ (1 << rng.integers(0, 8, 3000)).astype(np.uint8)
+    before = {
+        "a": ("BF16", codes.tobytes()),
+        "b": ("I32", rng.bytes(800)),
+        "c": ("I8", bytes(900)),
+        "e": ("F8_E4M3", small.tobytes()),
+        "f": ("U8", small.tobytes()),
+    }
     after = {
         "a": ("BF16", moved(rng, codes, 0.02).tobytes()),
         "b": ("I32", rng.bytes(800)),
         "c": ("I8", bytes(range(225)) * 4),
+        "e": ("F8_E4M3", (small + 1).tobytes()),
+        "f": ("U8", flags.tobytes()),
         "d": ("BF16", moved(rng, codes, 1).tobytes()),
     }
     old, new = safetensors(before), safetensors(after)
@@ -138,6 +148,8 @@ OLD = Files([bytes(1 << 16)])
         (Mode.ZSTD_BASE, False),
         (Mode.PLANES, True),
         (Mode.DIFFERENCES, True),
+        (Mode.SUBTRACTED, True),
+        (Mode.XORED, True),
     ],
 )
 def test_a_bomb_is_refused_before_it_takes_memory(mode: Mode, wrap: bool, bomb: bytes) -> None:
@@ -179,6 +191,25 @@ def test_a_payload_where_none_belongs_is_refused() -> None:
         decode_frame(_one(Mode.SAME, ElementType.BYTES, b"x", 6), 6, Files([bytes(8)]))
     with pytest.raises(MalformedError, match="where 6 belong"):
         decode_frame(_one(Mode.RAW, ElementType.BYTES, b"x", 6), 6, Files([bytes(8)]))
+
+
+@pytest.mark.parametrize("mode", [Mode.DIFFERENCES, Mode.SUBTRACTED, Mode.XORED])
+def test_planes_that_are_not_one_for_each_byte_are_refused(mode: Mode) -> None:
+    plane = b"\0" + (2).to_bytes(4, "little") + b"ab"
+    good = _one(mode, ElementType.INT16, plane * 2, 4)
+    assert len(decode_frame(good, 4, OLD)) == 4
+    for payload in (plane, plane * 3, plane * 2 + b"\0", b"\2" + plane[1:] + plane, plane[:-1]):
+        with pytest.raises(MalformedError, match="plane"):
+            decode_frame(_one(mode, ElementType.INT16, payload, 4), 4, OLD)
+    with pytest.raises(MalformedError, match="where 3 belong"):
+        decode_frame(_one(mode, ElementType.INT16, plane * 2, 6), 6, OLD)
+
+
+def test_a_mode_that_no_frame_has_is_refused() -> None:
+    frame = bytearray(_one(Mode.XORED, ElementType.BYTES, b"", 0))
+    frame[6] = max(Mode) + 1
+    with pytest.raises(MalformedError, match="mode 9"):
+        decode_frame(bytes(frame), 0, OLD)
 
 
 def test_a_base_that_lacks_a_range_is_the_reader_s_to_refuse() -> None:
@@ -248,6 +279,12 @@ def test_the_kernel_refuses_other_types_planes_and_targets() -> None:
         kernel.split_planes(0, [(None, 0, b"12", 0, 2)], [bytearray(1)])
     with pytest.raises(ValueError, match="as many buffers"):
         kernel.split_planes(1, [(None, 0, b"12", 0, 1)], [bytearray(1)])
+    for way in (-1, 3):
+        with pytest.raises(ValueError, match="unknown way"):
+            kernel.split_planes(0, [(b"1", 0, b"1", 0, 1)], [bytearray(1)], way)
+    for way in (1, 2):
+        with pytest.raises(ValueError, match="no base"):
+            kernel.merge_planes(0, [(None, 0, bytearray(1), 0, 1)], [b"1"], way)
 
 
 def test_without_the_kernel_the_import_says_which_command_to_run() -> None:

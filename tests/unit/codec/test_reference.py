@@ -60,17 +60,23 @@ def test_frames_of_any_bytes_mean_what_the_specification_says(data: st.DataObjec
 def test_every_mode_is_written_and_read() -> None:
     rng = np.random.default_rng(21)
     codes, noise = weights(rng, 40_000), rng.bytes(3000)
+    small = rng.integers(-3, 4, 40_000, np.int8).view(np.uint8)
+    flipped = small ^ (1 << rng.integers(0, 8, 40_000)).astype(np.uint8)
     before = {
         "few": ("BF16", codes.tobytes()),
         "same": ("F16", noise),
         "half": ("I16", codes.tobytes()),
         "gone": ("I32", noise),
+        "across zero": ("F8_E4M3", small.tobytes()),
+        "flags": ("U8", small.tobytes()),
     }
     after = {
         "few": ("BF16", moved(rng, codes, 0.01).tobytes()),
         "same": ("F16", noise),
         "half": ("I16", (codes + np.arange(40_000, dtype=np.uint16) % 77).tobytes()),
         "noise": ("I32", rng.bytes(3000)),
+        "across zero": ("F8_E4M3", (small + rng.integers(0, 2, 40_000, np.uint8)).tobytes()),
+        "flags": ("U8", flipped.tobytes()),
         "new": ("F8_E4M3", (weights(rng, 40_000) >> 8).astype(np.uint8).tobytes()),
     }
     old, new = safetensors(before), safetensors(after)

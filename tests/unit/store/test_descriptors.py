@@ -279,3 +279,34 @@ def test_without_descriptors_nothing_that_is_read_counts_as_evicted(
         assert run.state_path(1).exists()
         assert run.stored(1) is stored
         assert stored.complete
+
+
+def test_who_still_reads_the_object_of_another_writer_keeps_no_removed_version_open(
+    run: RunStore, sample: Sample
+) -> None:
+    """A relay that took over has one object for a version until it may write, and then another."""
+    sample.fill(run)
+    run.commit(1, Durability.NONE)
+    run.close()
+    reader = RunStore(run.root, run.run)
+    reader.set_writer(False)
+    old = reader.stored(1)
+    assert old is not None
+    reader.set_writer(True)
+    os.close(old.open_file(0))  # a request that had it in hand
+    new = reader.stored(1)
+    assert new is not None
+    assert new is not old
+    assert reader.evict(1)
+    reader.forget_gone()
+    assert not [name for name in all_open() if name.startswith(str(run.root / "state" / "trash"))]
+    reader.close()
+
+
+def all_open() -> list[str]:
+    """What the process has open, once for each descriptor."""
+    names = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            names.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return names

@@ -170,6 +170,34 @@ def test_a_pool_takes_work_while_it_works(run: FakeRun, server: RunServer) -> No
     assert len(got) == len(set(run.shard_digests(1)))
 
 
+def test_who_finishes_never_meets_a_thread_that_has_not_started(
+    run: FakeRun, server: RunServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fetching thread may submit more, and so start threads, while another one waits for all."""
+    digests = run.shard_digests(1)
+    early: list[threading.Thread] = []
+
+    with pool(server, Cancel()) as fetching:
+
+        class Watched(threading.Thread):
+            def start(self) -> None:
+                if self in fetching._threads:
+                    early.append(self)
+                super().start()
+
+        monkeypatch.setattr(threading, "Thread", Watched)
+
+        def more(_transfer: Transfer) -> None:
+            for digest in digests[1:]:
+                sink = MemorySink()
+                fetching.submit(digest, None, sink, name=digest[:8], done=lambda _: None)
+
+        fetching.submit(digests[0], None, MemorySink(), name="first", done=more)
+        fetching.finish()
+        assert len(fetching._threads) > 1
+    assert early == []
+
+
 def test_an_error_of_the_callers_own_code_ends_the_pool(run: FakeRun, server: RunServer) -> None:
     def done(transfer: Transfer) -> None:
         raise ZeroDivisionError
