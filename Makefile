@@ -26,7 +26,7 @@ COVERAGE ?=
 ENGINE_VENV := .venv-engine
 ENGINE_STAMP := $(ENGINE_VENV)/.installed
 
-.PHONY: help test test-engine demo lint types coverage format clean
+.PHONY: help test engine test-engine demo lint types coverage format clean
 
 help:
 	@echo "make test      run the tests (ARGS=... goes to pytest)"
@@ -70,6 +70,8 @@ $(ENGINE_STAMP): $(BUILD_INPUTS) tests/engine/install.sh
 	tests/engine/install.sh $(ENGINE_VENV)
 	$(ENGINE_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --editable '.[dev]'
 	@touch $@
+
+engine: $(ENGINE_STAMP)
 
 test-engine: $(ENGINE_STAMP)
 	SHARDCAST_ENGINE_TESTS=1 $(ENGINE_VENV)/bin/python -m pytest --timeout 300 $(if $(ARGS),$(ARGS),tests/engine)
