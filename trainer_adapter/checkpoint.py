@@ -21,6 +21,7 @@ import math
 import mmap
 import os
 import re
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +60,8 @@ _POPULATE_READ: Final = 22
 """MADV_POPULATE_READ of Linux 5.14; Python 3.11 has no name for it."""
 _POPULATE_BYTES: Final = 64 * MIB
 _CHUNK_BYTES: Final = MIB
+_READING: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+"""A pipe in a file's place is opened without waiting for a writer, and refused."""
 _NUMBERS: Final = re.compile(r"(\d+)")
 
 DTYPES: Final[Mapping[str, tuple[str, int]]] = {
@@ -102,8 +105,8 @@ Identity = tuple[int, int, int, int, int]
 """Device, inode, size, mtime and ctime in nanoseconds."""
 
 
-def _identity(stat: os.stat_result) -> Identity:
-    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+def _identity(of: os.stat_result) -> Identity:
+    return of.st_dev, of.st_ino, of.st_size, of.st_mtime_ns, of.st_ctime_ns
 
 
 class StoppedError(ShardcastError):
@@ -280,7 +283,7 @@ class Checkpoint:
     def _open(self, path: str) -> _File:
         where = self.directory / path
         try:
-            fd = os.open(where, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = os.open(where, _READING | os.O_NOFOLLOW)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise NotFoundError(
                 f"version {self.version.number} lacks the file {path}", source=str(where)
@@ -288,6 +291,7 @@ class Checkpoint:
         except OSError as error:
             with disk_errors(where, "opening"):
                 raise error
+        _refuse_pipes(fd, where)
         file = _File(path, fd)
         if file.identity[2] != self._sizes[path]:
             os.close(fd)
@@ -323,8 +327,7 @@ class Checkpoint:
         """
         with disk_errors(path, "reading"):
             try:
-                with open(path, "rb") as file:
-                    return _json_object(file.read(MAX_JSON_BYTES + 1), path)
+                return _json_object(read_document(path, MAX_JSON_BYTES + 1), path)
             except FileNotFoundError:
                 return None
 
@@ -477,13 +480,31 @@ def _document(blobs: Path, digest: str, what: str) -> bytes:
     path = blobs / f"{digest}.bin"
     with disk_errors(path, "reading"):
         try:
-            with open(path, "rb") as file:
-                data = file.read(MAX_DOCUMENT_BYTES + 1)
+            data = read_document(path, MAX_DOCUMENT_BYTES + 1)
         except FileNotFoundError as error:
             raise NotFoundError(f"the {what} {digest} is not there", source=str(path)) from error
     if digest_of(data) != digest:
         raise IntegrityError(f"the {what} {digest} is damaged", source=str(path))
     return data
+
+
+def read_document(path: Path, most: int) -> bytes:
+    """Return a file's bytes, ``most`` of them at most; never waits for a writer.
+
+    Raises:
+        OSError: If the system refuses.
+        IntegrityError: If it is a pipe or a device.
+    """
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | _READING)) as file:
+        _refuse_pipes(file.fileno(), path, close=False)
+        return file.read(most)
+
+
+def _refuse_pipes(fd: int, path: Path, *, close: bool = True) -> None:
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        if close:
+            os.close(fd)
+        raise IntegrityError(f"{path.name} is no regular file", source=str(path))
 
 
 def _json_object(data: bytes, path: Path) -> dict[str, Any]:
