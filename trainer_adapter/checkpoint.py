@@ -276,7 +276,8 @@ class Checkpoint:
             raise IntegrityError(
                 f"version {self.version.number}, {extent.path}, shard {shard} (bytes "
                 f"{extent.offset} to {extent.offset + extent.length - 1}) is not what was "
-                "published: run `shardcast verify` on the directory, and pull the version again",
+                "published: run `shardcast verify` on the directory, and pull the version again "
+                "(`shardcast follow` does that when it is started again)",
                 source=str(self.directory),
             )
 
