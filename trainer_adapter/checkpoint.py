@@ -124,6 +124,11 @@ class _File:
         self.identity = _identity(os.fstat(fd))
         self.map: mmap.mmap | None = None
 
+    def reopened(self) -> None:
+        """Take it for what it is now."""
+        self.identity = _identity(os.fstat(self.fd))
+        self.map = None
+
     def mapped(self) -> mmap.mmap:
         """Return the mapping: private, so that whoever writes to a tensor changes no file."""
         if self.map is None:
@@ -161,6 +166,7 @@ class Checkpoint:
         self.verified = False
         self.specs: dict[str, Spec] = {}
         self._files: dict[str, _File] = {}
+        self._named = True
         self._lease = _leased(self.directory)
         try:
             self.version = load_documents(self.directory, run=run, version=version, digest=digest)
@@ -196,6 +202,7 @@ class Checkpoint:
         """
         self.verified = False
         self._forget_files()
+        self._named = True
         self._hash([path for path in _SMALL if path in self._sizes], progress, 1, stopping)
         weights = self._weight_files()
         self._hash(weights, progress, threads, stopping)
@@ -205,6 +212,26 @@ class Checkpoint:
         if (reason := self.changed()) is not None:
             raise IntegrityError(f"{reason} while it was verified", source=str(self.directory))
         self.verified = True
+
+    def verify_again(self) -> None:
+        """Verify what was verified and has changed since: the open files, or those under the names.
+
+        Files that were deleted, or others put in their place, are still what they were for whoever
+        has them open.
+
+        Raises:
+            ShardcastError: If neither are what was published.
+        """
+        self.verified = False
+        try:
+            for file in self._files.values():
+                file.reopened()
+                self._check_size(file)
+            self._hash_open(list(self._files), lambda count: None, 1, lambda: False)
+        except ShardcastError:
+            self.verify()
+        else:
+            self._named, self.verified = False, True
 
     @property
     def bytes(self) -> int:
@@ -223,7 +250,7 @@ class Checkpoint:
         for file in self._files.values():
             try:
                 now = _identity(os.fstat(file.fd))
-                named = _identity(os.stat(self.directory / file.path))
+                named = _identity(os.stat(self.directory / file.path)) if self._named else now
             except OSError as error:
                 return f"{file.path} is gone or unreadable ({error.strerror})"
             if now != file.identity or named != file.identity:
@@ -235,6 +262,11 @@ class Checkpoint:
     ) -> None:
         for path in paths:
             self._files[path] = self._open(path)
+        self._hash_open(paths, progress, threads, stopping)
+
+    def _hash_open(
+        self, paths: list[str], progress: Progress, threads: int, stopping: Callable[[], bool]
+    ) -> None:
         shards = [
             shard
             for number, entry in enumerate(self.version.layout.files)
@@ -294,13 +326,20 @@ class Checkpoint:
                 raise error
         _refuse_pipes(fd, where)
         file = _File(path, fd)
-        if file.identity[2] != self._sizes[path]:
+        try:
+            self._check_size(file)
+        except IntegrityError:
             os.close(fd)
-            raise IntegrityError(
-                f"{path} has {file.identity[2]} bytes instead of {self._sizes[path]}",
-                source=str(where),
-            )
+            raise
         return file
+
+    def _check_size(self, file: _File) -> None:
+        size, wanted = file.identity[2], self._sizes[file.path]
+        if size != wanted:
+            raise IntegrityError(
+                f"{file.path} has {size} bytes instead of {wanted}",
+                source=str(self.directory / file.path),
+            )
 
     # --- tensors ----------------------------------------------------------------------------
 

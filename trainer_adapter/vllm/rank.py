@@ -186,7 +186,7 @@ class Rank:
         if held is None:
             raise RuntimeError("what was served before was booted from elsewhere, and is not held")
         if held.changed() is not None:
-            held.verify()
+            held.verify_again()
         held.map_again()
         self._load(held)
 

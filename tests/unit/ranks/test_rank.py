@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -195,6 +196,52 @@ def test_a_boot_from_a_version_can_be_gone_back_to(crew: Crew, versions: list[Ta
     crew.weights[0].fail = ["no memory"]
     assert crew.swap(versions[1]).outcome == "restored"
     assert set(crew.loaded) == {versions[0].digest}
+
+
+def deleted(path: Path) -> None:
+    shutil.rmtree(path)
+
+
+def put_anew(path: Path) -> None:
+    weights = path / "model.safetensors"
+    shutil.copy(weights, path / "copy")
+    (path / "copy").rename(weights)
+
+
+def damaged(path: Path) -> None:
+    weights = path / "model.safetensors"
+    weights.chmod(0o644)
+    weights.write_bytes(bytes(weights.stat().st_size))
+
+
+def damaged_and_put_anew(path: Path) -> None:
+    weights = path / "model.safetensors"
+    good = weights.read_bytes()
+    damaged(path)
+    (path / "copy").write_bytes(good)
+    (path / "copy").rename(weights)
+
+
+@pytest.mark.parametrize(
+    ("what", "outcome"),
+    [
+        (deleted, "restored"),
+        (put_anew, "restored"),
+        (damaged_and_put_anew, "restored"),
+        (damaged, "poisoned"),
+    ],
+)
+def test_what_becomes_of_the_served_version_on_the_disk(
+    crew: Crew, versions: list[Target], what: Callable[[Path], None], outcome: str
+) -> None:
+    crew.swap(versions[0])
+    what(Path(versions[0].path))
+    crew.weights[-1].fail = ["no memory"]
+    assert crew.swap(versions[1]).outcome == outcome
+    if outcome == "restored":
+        assert crew.loaded == [versions[0].digest] * len(crew.ranks)
+        crew.weights[-1].fail = ["no memory"]  # and once more
+        assert crew.swap(versions[1]).outcome == "restored"
 
 
 def test_a_rank_that_is_gone_leaves_the_others_poisoned(versions: list[Target]) -> None:
