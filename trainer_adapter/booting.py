@@ -15,7 +15,7 @@ from shardcast.protocol.documents import decode
 from shardcast.protocol.limits import MAX_DOCUMENT_BYTES
 from shardcast.store.files import disk_errors, names_in
 from shardcast.store.records import StoredState
-from trainer_adapter.checkpoint import load_documents
+from trainer_adapter.checkpoint import load_documents, read_document
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def _state(root: Path, number: int) -> StoredState:
     path = root / "state" / f"{number:06d}.json"
     with disk_errors(path, "reading"):
         try:
-            data = path.read_bytes()
+            data = read_document(path, MAX_DOCUMENT_BYTES + 1)
         except FileNotFoundError as error:
             raise NotFoundError(
                 f"nothing says what version {number} is", source=str(path)

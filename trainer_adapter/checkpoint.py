@@ -21,6 +21,7 @@ import math
 import mmap
 import os
 import re
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +60,8 @@ _POPULATE_READ: Final = 22
 """MADV_POPULATE_READ of Linux 5.14; Python 3.11 has no name for it."""
 _POPULATE_BYTES: Final = 64 * MIB
 _CHUNK_BYTES: Final = MIB
+_READING: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+"""A pipe in a file's place is opened without waiting for a writer, and refused."""
 _NUMBERS: Final = re.compile(r"(\d+)")
 
 DTYPES: Final[Mapping[str, tuple[str, int]]] = {
@@ -102,8 +105,8 @@ Identity = tuple[int, int, int, int, int]
 """Device, inode, size, mtime and ctime in nanoseconds."""
 
 
-def _identity(stat: os.stat_result) -> Identity:
-    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+def _identity(of: os.stat_result) -> Identity:
+    return of.st_dev, of.st_ino, of.st_size, of.st_mtime_ns, of.st_ctime_ns
 
 
 class StoppedError(ShardcastError):
@@ -120,6 +123,11 @@ class _File:
         self.fd = fd
         self.identity = _identity(os.fstat(fd))
         self.map: mmap.mmap | None = None
+
+    def reopened(self) -> None:
+        """Take it for what it is now."""
+        self.identity = _identity(os.fstat(self.fd))
+        self.map = None
 
     def mapped(self) -> mmap.mmap:
         """Return the mapping: private, so that whoever writes to a tensor changes no file."""
@@ -158,6 +166,7 @@ class Checkpoint:
         self.verified = False
         self.specs: dict[str, Spec] = {}
         self._files: dict[str, _File] = {}
+        self._named = True
         self._lease = _leased(self.directory)
         try:
             self.version = load_documents(self.directory, run=run, version=version, digest=digest)
@@ -193,6 +202,7 @@ class Checkpoint:
         """
         self.verified = False
         self._forget_files()
+        self._named = True
         self._hash([path for path in _SMALL if path in self._sizes], progress, 1, stopping)
         weights = self._weight_files()
         self._hash(weights, progress, threads, stopping)
@@ -202,6 +212,26 @@ class Checkpoint:
         if (reason := self.changed()) is not None:
             raise IntegrityError(f"{reason} while it was verified", source=str(self.directory))
         self.verified = True
+
+    def verify_again(self) -> None:
+        """Verify what was verified and has changed since: the open files, or those under the names.
+
+        Files that were deleted, or others put in their place, are still what they were for whoever
+        has them open.
+
+        Raises:
+            ShardcastError: If neither are what was published.
+        """
+        self.verified = False
+        try:
+            for file in self._files.values():
+                file.reopened()
+                self._check_size(file)
+            self._hash_open(list(self._files), lambda count: None, 1, lambda: False)
+        except ShardcastError:
+            self.verify()
+        else:
+            self._named, self.verified = False, True
 
     @property
     def bytes(self) -> int:
@@ -220,7 +250,7 @@ class Checkpoint:
         for file in self._files.values():
             try:
                 now = _identity(os.fstat(file.fd))
-                named = _identity(os.stat(self.directory / file.path))
+                named = _identity(os.stat(self.directory / file.path)) if self._named else now
             except OSError as error:
                 return f"{file.path} is gone or unreadable ({error.strerror})"
             if now != file.identity or named != file.identity:
@@ -232,6 +262,11 @@ class Checkpoint:
     ) -> None:
         for path in paths:
             self._files[path] = self._open(path)
+        self._hash_open(paths, progress, threads, stopping)
+
+    def _hash_open(
+        self, paths: list[str], progress: Progress, threads: int, stopping: Callable[[], bool]
+    ) -> None:
         shards = [
             shard
             for number, entry in enumerate(self.version.layout.files)
@@ -273,14 +308,15 @@ class Checkpoint:
             raise IntegrityError(
                 f"version {self.version.number}, {extent.path}, shard {shard} (bytes "
                 f"{extent.offset} to {extent.offset + extent.length - 1}) is not what was "
-                "published: run `shardcast verify` on the directory, and pull the version again",
+                "published: run `shardcast verify` on the directory, and pull the version again "
+                "(`shardcast follow` does that when it is started again)",
                 source=str(self.directory),
             )
 
     def _open(self, path: str) -> _File:
         where = self.directory / path
         try:
-            fd = os.open(where, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = os.open(where, _READING | os.O_NOFOLLOW)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise NotFoundError(
                 f"version {self.version.number} lacks the file {path}", source=str(where)
@@ -288,14 +324,22 @@ class Checkpoint:
         except OSError as error:
             with disk_errors(where, "opening"):
                 raise error
+        _refuse_pipes(fd, where)
         file = _File(path, fd)
-        if file.identity[2] != self._sizes[path]:
+        try:
+            self._check_size(file)
+        except IntegrityError:
             os.close(fd)
-            raise IntegrityError(
-                f"{path} has {file.identity[2]} bytes instead of {self._sizes[path]}",
-                source=str(where),
-            )
+            raise
         return file
+
+    def _check_size(self, file: _File) -> None:
+        size, wanted = file.identity[2], self._sizes[file.path]
+        if size != wanted:
+            raise IntegrityError(
+                f"{file.path} has {size} bytes instead of {wanted}",
+                source=str(self.directory / file.path),
+            )
 
     # --- tensors ----------------------------------------------------------------------------
 
@@ -323,8 +367,7 @@ class Checkpoint:
         """
         with disk_errors(path, "reading"):
             try:
-                with open(path, "rb") as file:
-                    return _json_object(file.read(MAX_JSON_BYTES + 1), path)
+                return _json_object(read_document(path, MAX_JSON_BYTES + 1), path)
             except FileNotFoundError:
                 return None
 
@@ -477,13 +520,31 @@ def _document(blobs: Path, digest: str, what: str) -> bytes:
     path = blobs / f"{digest}.bin"
     with disk_errors(path, "reading"):
         try:
-            with open(path, "rb") as file:
-                data = file.read(MAX_DOCUMENT_BYTES + 1)
+            data = read_document(path, MAX_DOCUMENT_BYTES + 1)
         except FileNotFoundError as error:
             raise NotFoundError(f"the {what} {digest} is not there", source=str(path)) from error
     if digest_of(data) != digest:
         raise IntegrityError(f"the {what} {digest} is damaged", source=str(path))
     return data
+
+
+def read_document(path: Path, most: int) -> bytes:
+    """Return a file's bytes, ``most`` of them at most; never waits for a writer.
+
+    Raises:
+        OSError: If the system refuses.
+        IntegrityError: If it is a pipe or a device.
+    """
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | _READING)) as file:
+        _refuse_pipes(file.fileno(), path, close=False)
+        return file.read(most)
+
+
+def _refuse_pipes(fd: int, path: Path, *, close: bool = True) -> None:
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        if close:
+            os.close(fd)
+        raise IntegrityError(f"{path.name} is no regular file", source=str(path))
 
 
 def _json_object(data: bytes, path: Path) -> dict[str, Any]:

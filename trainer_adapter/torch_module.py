@@ -20,6 +20,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from shardcast.canary import Canary, Prompt
@@ -169,7 +170,7 @@ class TorchEngine:
 
     def _stage(self, target: Target) -> None:
         staged = self._staged
-        if staged is not None and staged[0].digest == target.digest and not staged[1].changed():
+        if staged is not None and staged[0].identity == target.identity and not staged[1].changed():
             return
         self._drop_staged()
         try:
@@ -193,6 +194,7 @@ class TorchEngine:
             raise self._error("stage", "unavailable", error.message, target) from error
         except ShardcastError as error:
             raise self._error("stage", "incompatible", error.message, target) from error
+        target = replace(target, step=checkpoint.version.layout.step)  # as it was published
         self._staged = (target, checkpoint, tensors)
         self._ledger.stage(target)
 
@@ -207,7 +209,7 @@ class TorchEngine:
     async def _activate(self, target: Target) -> Swapped:
         async with self._turn:
             served = self._served
-            if served is not None and served[0].digest == target.digest and not self._poisoned:
+            if served is not None and served[0].identity == target.identity and not self._poisoned:
                 return Swapped(0.0, {}, await self.state())
             await asyncio.to_thread(self._stage, target)
             self._ledger.at("pause", target)
@@ -247,7 +249,7 @@ class TorchEngine:
         self._gate.resume()
         watch.lap("resume")
         self._ledger.log(before, target.identity, watch)
-        self._ledger.succeed(target)
+        self._ledger.succeed(new[0])
 
     def _give_back(
         self, target: Target, old: tuple[Target, Checkpoint, Tensors] | None, error: Exception
@@ -256,9 +258,11 @@ class TorchEngine:
         failed: Exception = error
         if old is not None and not self._poisoned:
             try:
-                if (changed := old[1].changed()) is not None:
-                    raise IntegrityError(changed)
-                self._overwrite(old[2])
+                tensors = old[2]
+                if old[1].changed() is not None:
+                    old[1].verify_again()
+                    tensors = self._load(self._module, old[1])
+                self._overwrite(tensors)
             except Exception as again:  # whatever it was, the weights are nobody's now
                 failed = again
             else:

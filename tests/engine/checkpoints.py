@@ -107,6 +107,7 @@ class Out:
         self.root = root / RUN
         self.scratch = root / "scratch"
         self.run = RunStore(self.root, RUN)
+        self._step = 0
 
     @property
     def current(self) -> Path:
@@ -114,7 +115,10 @@ class Out:
 
     def publish(self, checkpoint: Path, *, current: bool = True) -> Target:
         """Publish a directory as the next version."""
-        options = PublishOptions(source=checkpoint, threads=1, keep=100, delta=False)
+        self._step += 10
+        options = PublishOptions(
+            source=checkpoint, threads=1, keep=100, delta=False, step=self._step
+        )
         done = publish_directory(options, self.run, [signer()], lambda: time.time_ns() // 1_000_000)
         if current:
             self.run.switch_current(done.ref.version)
@@ -123,6 +127,7 @@ class Out:
             version=done.ref.version,
             digest=done.ref.manifest,
             path=str(self.run.version_directory(done.ref.version)),
+            step=done.ref.step,
         )
 
     def model(self, kind: str, dtype: str, seed: int, **sizes: int) -> Target:

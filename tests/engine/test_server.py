@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -159,6 +160,28 @@ def test_a_body_that_is_too_long(plain: Server) -> None:
     answer = plain.ask(STAGE_PATH, {"run": "x" * 70_000})
     assert answer.status == 413
     assert answer.json["error"]["code"] == "too_large"
+
+
+def test_a_client_that_leaves_before_its_request_is_whole(first: Server) -> None:
+    before = first.state()
+    head = f"POST {ACTIVATE_PATH} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+    with socket.create_connection(("127.0.0.1", first.port)) as link:
+        link.sendall(f"{head}Content-Length: 900\r\n\r\n{{".encode())
+    assert first.state() == before
+    assert "Exception in ASGI application" not in first.log.read_text(errors="replace")
+
+
+@pytest.mark.parametrize("false_name", [{"run": "other"}, {"version": 99}])
+def test_a_digest_under_another_name_is_refused(
+    first: Server, versions: Versions, false_name: dict[str, Any]
+) -> None:
+    before = first.state()
+    answer = first.activate(versions[0], **false_name)
+    assert answer.status == 409
+    assert answer.json["error"]["code"] == "conflict"
+    assert first.state() == before
+    wrong = first.activate(versions[1], step=4242)
+    assert wrong.json["state"]["served"]["step"] == versions[1].step
 
 
 def test_bytes_that_are_not_those_of_the_digest(first: Server, versions: Versions) -> None:
@@ -527,6 +550,22 @@ def test_adapters_over_swaps(servers: ServerHost, versions: Versions, adapters: 
         lie = {**members(adapters[0]), "path": adapters[1].path, "action": "load", "name": "style"}
         assert server.ask(LORA_PATH, lie).status in {409, 424}
         assert server.state().lora[0].model == second
+        # vLLM reads an adapter's files again after a swap: they are what was verified, or it is gone.
+        weights = Path(adapters[1].path) / "adapter_model.safetensors"
+        good = weights.read_bytes()
+        weights.chmod(0o644)
+        weights.write_bytes(good[:-64] + bytes(64))
+        assert server.activate(versions[1]).status == 200
+        (lora,) = server.state().lora
+        assert not lora.loaded
+        failure = server.state().last_failure
+        assert failure is not None
+        assert failure.phase == "lora"
+        assert server.completion(PROMPT, 4, model=second).status == 404
+        weights.write_bytes(good)
+        assert load(adapters[1]) == second
+        assert server.activate(versions[0]).status == 200
+        assert server.tokens(PROMPT, 20, model=second) == two
 
 
 # --- servers that cannot swap, and one that dies ---------------------------------------------------

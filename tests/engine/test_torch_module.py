@@ -44,7 +44,7 @@ class Versions:
         while number not in self._made:
             made = self.out.model(self.kind, self.dtype, len(self._made) + 1)
             self._made[made.version] = Target(
-                RUN, made.version, made.digest, Path(made.path), step=made.version
+                RUN, made.version, made.digest, Path(made.path), step=made.step
             )
         return self._made[number]
 

@@ -131,12 +131,18 @@ class Activation:
                 phase="stage",
                 deadline=self._deadline,
             )
-        except LateError as error:
-            error.call.cancel()
+        except SwapError as error:
+            if isinstance(error, LateError):
+                error.call.cancel()
+            if error.phase == "stage":  # the ranks have given up what they held
+                self._move(self._cell.machine.holds(None, self._clock.now()))
             raise
         finally:
             self._took("stage", began)
         self._move(self._cell.machine.holds(report.staged, self._clock.now()))
+        for has in (report.staged, report.served):
+            if has is not None and has.identity == self._target.identity:
+                self._target = has  # its step is the publisher's, whatever the request says
 
     async def _pause(self) -> None:
         self._move(self._cell.machine.in_phase("pause").pausing(self._clock.now()))
@@ -195,10 +201,14 @@ class Activation:
                 self._poison(error)
                 raise
             served = self._cell.machine.served
-            if report.served is not None and report.served.digest == self._target.digest:
+            if report.served is not None and report.served.identity == self._target.identity:
                 log.warning("%s is loaded, although the call failed: %s", self._name, error)
                 return replace(report, outcome="activated", code=error.slug, message=error.message)
-            if served is not None and report.served == served.target:
+            if (
+                served is not None
+                and report.served is not None
+                and report.served.identity == served.target.identity
+            ):
                 return replace(report, outcome="restored", code=error.slug, message=error.message)
             self._poison(error)
             raise

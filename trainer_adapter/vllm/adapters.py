@@ -51,6 +51,10 @@ class AdapterHost(Protocol):
 class Held(Protocol):
     """A directory that was verified and is leased."""
 
+    def changed(self) -> str | None:
+        """Say why its files cannot be taken for what was verified any more, or None."""
+        ...
+
     def close(self) -> None:
         """Give it back."""
         ...
@@ -89,31 +93,30 @@ class Adapters:
             SwapError: If it was refused or has failed; the old one is then still there.
         """
         self._check()
+        if self._has(request):
+            return
+        model = model_name(request.name, request.identity)
+        path = request.path or ""
+        # Not under the lock: a swap that waits for it keeps the engine paused.
+        held = await self._verified(request.identity, path)
         async with self._lock:
-            self._check()
-            old = self._find(request.name)
-            if old is not None and old.loaded and old.digest == request.digest:
-                return
-            if old is None and len(self._cell.machine.lora) >= MAX_LORAS:
-                raise SwapError(
-                    "refused", f"{MAX_LORAS} adapters are loaded: unload one", phase="lora"
-                )
-            model = model_name(request.name, request.identity)
-            path = request.path or ""
-            held = await self._verified(request.identity, path)
             try:
-                await self._host.add(model, path)
-                missing = model not in await self._host.present()
-            except Exception as error:
+                self._check()
+                if self._has(request):
+                    held.close()
+                    return
+                old = self._find(request.name)
+                if old is None and len(self._cell.machine.lora) >= MAX_LORAS:
+                    raise SwapError(
+                        "refused", f"{MAX_LORAS} adapters are loaded: unload one", phase="lora"
+                    )
+                await self._add(model, path, held)
+            except BaseException:
                 held.close()
-                raise SwapError(
-                    "failed", f"loading adapter {model}: {error}", phase="lora"
-                ) from error
-            if missing:
-                held.close()
-                raise SwapError(
-                    "failed", f"adapter {model} is not there after loading", phase="lora"
-                )
+                raise
+            before = self._held.pop(model, None)
+            if before is not None:
+                before.close()
             self._held[model] = held
             self._set(
                 request.name,
@@ -156,9 +159,11 @@ class Adapters:
             problems = {}
             for model in sorted(wanted - await self._host.present()):
                 try:
-                    await self._host.again(model)
+                    problem = await self._again(model)
                 except Exception as error:
-                    problems[model] = f"adapter {model} could not be loaded again: {error}"
+                    problem = f"adapter {model} could not be loaded again: {error}"
+                if problem is not None:
+                    problems[model] = problem
             present = await self._host.present()
             for model in sorted(wanted - present - problems.keys()):
                 problems[model] = f"adapter {model} is not there after it was loaded again"
@@ -178,6 +183,41 @@ class Adapters:
             raise SwapError("busy", f"version {version} is being activated", phase="lora")
         if refusal := self._host.refusal():
             raise SwapError("unsupported", refusal, phase="lora")
+
+    def _has(self, request: LoraRequest) -> bool:
+        old = self._find(request.name)
+        if old is None or not old.loaded:
+            return False
+        return Identity(old.run, old.version, old.digest) == request.identity
+
+    async def _add(self, model: str, path: str, held: Held) -> None:
+        try:
+            await self._host.add(model, path)
+            missing = model not in await self._host.present()
+        except Exception as error:
+            raise SwapError("failed", f"loading adapter {model}: {error}", phase="lora") from error
+        if missing:
+            raise SwapError("failed", f"adapter {model} is not there after loading", phase="lora")
+        if (why := held.changed()) is not None:
+            await self._host.remove(model)
+            raise SwapError(
+                "integrity", f"adapter {model}: {why} while it was loaded", phase="lora"
+            )
+
+    async def _again(self, model: str) -> str | None:
+        """Load an adapter again; return why it is not there, whose files are not what they were.
+
+        vLLM reads them anew. While its name is registered it would also do that for a request.
+        """
+        held = self._held.get(model)
+        why = None if held is None else held.changed()
+        if why is None:
+            await self._host.again(model)
+            why = None if held is None else held.changed()
+        if why is None:
+            return None
+        await self._host.remove(model)
+        return f"adapter {model}: {why} since it was verified; load it again"
 
     async def _verified(self, identity: Identity, path: str) -> Held:
         try:

@@ -86,15 +86,20 @@ class Endpoints:
         return Machine() if self._swapper is None else self._swapper.machine
 
     async def _answer(self, request: Request) -> Response:
+        from starlette.requests import ClientDisconnect
         from starlette.responses import Response
 
         if self._api is None:
             return Response(status_code=503, headers={"retry-after": "1"})
+        try:
+            body = await _body(request) if request.method == "POST" else b""
+        except ClientDisconnect:  # before the end of its request: nobody to answer, nothing to do
+            return Response(status_code=400)
         reply = await self._api.answer(
             Call(
                 path=request.url.path.removeprefix(request.scope.get("root_path", "")),
                 query=dict(request.query_params),
-                body=await _body(request) if request.method == "POST" else b"",
+                body=body,
                 peer=None if request.client is None else request.client.host,
             )
         )

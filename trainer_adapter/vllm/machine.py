@@ -361,15 +361,15 @@ def check_names(wanted: Identity, known: list[Identity]) -> None:
     """Check that a version and a digest always mean each other, as far as is known.
 
     Raises:
-        SwapError: If one digest stands under two versions, or one version has two digests.
+        SwapError: If one digest stands under two names, of any runs, or one version has two digests.
     """
     for one in known:
-        if one.run != wanted.run:
-            continue
-        if (one.digest == wanted.digest) != (one.version == wanted.version):
+        same = (one.run, one.version) == (wanted.run, wanted.version)
+        if (one.digest == wanted.digest) != same:
             raise SwapError(
                 "conflict",
-                f"run {wanted.run}: version {wanted.version} with manifest {wanted.digest[:12]} was"
-                f" asked for, but version {one.version} with manifest {one.digest[:12]} is here; a"
-                " version and its manifest belong together for ever: ask the head",
+                f"version {wanted.version} of run {wanted.run} with manifest {wanted.digest[:12]} was"
+                f" asked for, but version {one.version} of run {one.run} with manifest"
+                f" {one.digest[:12]} is here; a version and its manifest belong together for ever:"
+                " ask the head",
             )

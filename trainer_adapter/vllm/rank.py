@@ -147,7 +147,7 @@ class Rank:
     def _opening_word(self, target: Target) -> str:
         served = self._known()
         word: dict[str, Any] = {"served": False, "problem": "", "code": ""}
-        if served is not None and served.digest == target.digest:
+        if served is not None and served.identity == target.identity:
             word["served"] = True
         staged = self._verifier.staged()
         if staged is None or staged.identity != target.identity:
@@ -157,6 +157,9 @@ class Rank:
                 f"version {target.version} ({target.digest}) is not staged here, or its files "
                 f"changed since; staged is {has}: stage it again"
             )
+        elif not self._verifier.quiet():
+            word["code"] = "unavailable"
+            word["problem"] = "a version that was given up is still being compared with the model"
         return json.dumps(word)
 
     def _load(self, checkpoint: Checkpoint) -> None:
@@ -183,7 +186,7 @@ class Rank:
         if held is None:
             raise RuntimeError("what was served before was booted from elsewhere, and is not held")
         if held.changed() is not None:
-            held.verify()
+            held.verify_again()
         held.map_again()
         self._load(held)
 

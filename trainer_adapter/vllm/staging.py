@@ -22,7 +22,8 @@ def verdict(report: Report, target: Target) -> bool:
         SwapError: If a rank could not, or they have been told to stage another one since.
     """
     if any(
-        has is not None and has.digest == target.digest for has in (report.staged, report.served)
+        has is not None and has.identity == target.identity
+        for has in (report.staged, report.served)
     ):
         return True
     if report.failed is not None and report.failed.digest == target.digest:

@@ -196,6 +196,9 @@ class Swapper:
                 phase="stage",
             )
         except SwapError as error:
+            held = self.machine.staged
+            if held is not None and held.digest == target.digest:
+                self.machine = self.machine.holds(None, self._clock.now())
             if error.slug != "conflict":  # another version was wanted instead: nothing has failed
                 now = self._clock.now()
                 self.machine = self.machine.failed(error, target.version, now)

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Final, Protocol
 
+from msgspec.structs import replace
+
 from shardcast.errors import (
     EngineRefusedError,
     IntegrityError,
@@ -19,8 +21,8 @@ from trainer_adapter.vllm.ranks import Progress, RankFailure, Target
 
 log = logging.getLogger("shardcast.vllm")
 
-STOP_SECONDS: Final = 30.0
-"""A thread looks every megabyte whether it is still wanted."""
+CHECK_SECONDS: Final = 30.0
+"""How long a load waits for a check that nobody wants any more: it looks at the model."""
 
 
 class Check(Protocol):
@@ -62,6 +64,7 @@ class Verifier:
         self._threads = threads
         self._opener = opener
         self._job: _Job | None = None
+        self._checking = threading.Lock()
 
     def begin(self, target: Target) -> None:
         """Begin to stage a version; what was staged before is given up, unless it is the same."""
@@ -70,7 +73,7 @@ class Verifier:
         if same and (self.progress() is not None or self.staged() is not None):
             return
         self.drop()
-        self._job = _Job(target, self._check, self._threads, self._opener)
+        self._job = _Job(target, self._check, self._threads, self._opener, self._checking)
         self._job.start()
 
     def wait(self) -> None:
@@ -81,12 +84,20 @@ class Verifier:
     def drop(self) -> None:
         """Give up what is staged or being staged.
 
-        A thread that hangs in the system (a disk that does not answer) is left to itself: it closes
-        what it holds when it comes back.
+        Its thread is not waited for, because the engine generates nothing meanwhile, and a disk that
+        does not answer would be waited for, too. It looks every megabyte whether it is still wanted,
+        and closes what it holds.
         """
         if self._job is not None:
             self._job.give_up()
             self._job = None
+
+    def quiet(self) -> bool:
+        """Wait until no thread looks at the model; say whether that came to be."""
+        quiet = self._checking.acquire(timeout=CHECK_SECONDS)
+        if quiet:
+            self._checking.release()
+        return quiet
 
     def staged(self) -> Target | None:
         """Return what is verified, held and unchanged on the disk; what was changed is given up."""
@@ -135,7 +146,9 @@ class Verifier:
 class _Job:
     """Stages one version. Its attributes are the thread's until ``running`` is false."""
 
-    def __init__(self, target: Target, check: Check, threads: int, opener: Open) -> None:
+    def __init__(
+        self, target: Target, check: Check, threads: int, opener: Open, checking: threading.Lock
+    ) -> None:
         self.target = target
         self.done = 0
         self.bytes = 0
@@ -144,6 +157,7 @@ class _Job:
         self._check = check
         self._threads = threads
         self._opener = opener
+        self._checking = checking
         self._counting = threading.Lock()
         self._stop = threading.Event()
         self._ended = threading.Event()
@@ -153,8 +167,8 @@ class _Job:
     def start(self) -> None:
         self._thread.start()
 
-    def join(self, timeout: float | None = None) -> None:
-        self._thread.join(timeout)
+    def join(self) -> None:
+        self._thread.join()
 
     @property
     def running(self) -> bool:
@@ -165,8 +179,12 @@ class _Job:
         try:
             checkpoint = self._opener(self.target)
             self.bytes = checkpoint.bytes
+            step = checkpoint.version.layout.step  # the publisher's, whatever a request says
+            self.target = replace(self.target, step=step)
             checkpoint.verify(self._count, threads=self._threads, stopping=self._stop.is_set)
-            self._check(checkpoint)
+            with self._checking:
+                if not self._stop.is_set():
+                    self._check(checkpoint)
         except Exception as error:
             if not isinstance(error, (ShardcastError, StoppedError)):
                 log.exception("staging version %d", self.target.version)
@@ -184,7 +202,6 @@ class _Job:
             checkpoint, self.checkpoint = self.checkpoint, None
         if checkpoint is not None:
             checkpoint.close()
-        self.join(STOP_SECONDS)
 
     def _count(self, count: int) -> None:
         with self._counting:

@@ -31,6 +31,12 @@ def opened(target: Target) -> Checkpoint:
     )
 
 
+def make_pipe(path: Path) -> None:
+    """Put a pipe in a file's place, into which nobody ever writes."""
+    path.unlink()
+    os.mkfifo(path)
+
+
 def test_a_good_version_is_verified_and_described(tmp_path: Path) -> None:
     target = publish(tmp_path, 1)
     hashed: list[int] = []
@@ -92,6 +98,8 @@ def test_one_bit_is_found_and_named(tmp_path: Path) -> None:
         (lambda path: path.unlink(), NotFoundError),
         (lambda path: os.truncate(path, 10), IntegrityError),
         (lambda path: (path.unlink(), path.symlink_to("/dev/null")), ShardcastError),
+        (make_pipe, IntegrityError),
+        (lambda path: (path.unlink(), path.mkdir()), IntegrityError),
     ],
 )
 def test_files_that_are_not_there_as_published(
@@ -174,6 +182,18 @@ def test_documents_of_something_else_are_refused(tmp_path: Path) -> None:
     blob.write_bytes(b"{}")
     with pytest.raises(IntegrityError, match="damaged"):
         opened(one)
+
+
+def test_documents_that_are_pipes_are_not_waited_for(tmp_path: Path) -> None:
+    target = publish(tmp_path, 1)
+    for path, read in (
+        (tmp_path / "out" / "blobs" / f"{target.digest}.bin", lambda: opened(target)),
+        (tmp_path / "out" / "state" / "000001.json", lambda: version_at(Path(target.path))),
+        (Path(target.path) / CONFIG, lambda: Checkpoint.read_json(Path(target.path) / CONFIG)),
+    ):
+        make_pipe(path)
+        with pytest.raises(IntegrityError, match="no regular file"):
+            read()
 
 
 def test_a_directory_of_somebody_else_is_refused(tmp_path: Path) -> None:

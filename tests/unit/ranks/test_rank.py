@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ from trainer_adapter.vllm.ranks import (
     state_command,
     write_reply,
 )
-from trainer_adapter.vllm.verifying import Verifier, code_of
+from trainer_adapter.vllm.verifying import Verifier, code_of, open_target
 
 WAIT_SECONDS = 20.0
 
@@ -197,6 +198,52 @@ def test_a_boot_from_a_version_can_be_gone_back_to(crew: Crew, versions: list[Ta
     assert set(crew.loaded) == {versions[0].digest}
 
 
+def deleted(path: Path) -> None:
+    shutil.rmtree(path)
+
+
+def put_anew(path: Path) -> None:
+    weights = path / "model.safetensors"
+    shutil.copy(weights, path / "copy")
+    (path / "copy").rename(weights)
+
+
+def damaged(path: Path) -> None:
+    weights = path / "model.safetensors"
+    weights.chmod(0o644)
+    weights.write_bytes(bytes(weights.stat().st_size))
+
+
+def damaged_and_put_anew(path: Path) -> None:
+    weights = path / "model.safetensors"
+    good = weights.read_bytes()
+    damaged(path)
+    (path / "copy").write_bytes(good)
+    (path / "copy").rename(weights)
+
+
+@pytest.mark.parametrize(
+    ("what", "outcome"),
+    [
+        (deleted, "restored"),
+        (put_anew, "restored"),
+        (damaged_and_put_anew, "restored"),
+        (damaged, "poisoned"),
+    ],
+)
+def test_what_becomes_of_the_served_version_on_the_disk(
+    crew: Crew, versions: list[Target], what: Callable[[Path], None], outcome: str
+) -> None:
+    crew.swap(versions[0])
+    what(Path(versions[0].path))
+    crew.weights[-1].fail = ["no memory"]
+    assert crew.swap(versions[1]).outcome == outcome
+    if outcome == "restored":
+        assert crew.loaded == [versions[0].digest] * len(crew.ranks)
+        crew.weights[-1].fail = ["no memory"]  # and once more
+        assert crew.swap(versions[1]).outcome == "restored"
+
+
 def test_a_rank_that_is_gone_leaves_the_others_poisoned(versions: list[Target]) -> None:
     class Gone(Alone):
         def gather(self, word: str) -> list[str]:
@@ -242,6 +289,84 @@ def test_staging_another_version_gives_up_the_one_before(
     assert crew.stage(versions[1]).staged == versions[1]
     assert RunStore(tmp_path / "out", "policy").evict(versions[0].version)
     assert not RunStore(tmp_path / "out", "policy").evict(versions[1].version)
+
+
+def test_a_thread_that_hangs_is_not_waited_for(versions: list[Target]) -> None:
+    go, looked = threading.Event(), list[str]()
+
+    def opener(target: Target) -> Checkpoint:
+        if target == versions[0]:
+            assert go.wait(WAIT_SECONDS)
+        return open_target(target)
+
+    verifier = Verifier(lambda checkpoint: looked.append(checkpoint.digest), opener=opener)
+    verifier.begin(versions[0])
+    verifier.begin(versions[1])  # the engine generates nothing until it returns
+    verifier.wait()
+    assert verifier.staged() == versions[1]
+    go.set()
+    for thread in threading.enumerate():
+        if thread.name == "shardcast-stage":
+            thread.join(WAIT_SECONDS)
+    assert looked == [versions[1].digest]  # what was given up is not compared with the model
+    verifier.drop()
+
+
+def test_nothing_is_loaded_while_a_thread_looks_at_the_model(
+    versions: list[Target], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer_adapter.vllm.verifying.CHECK_SECONDS", 0.01)
+    begun, go = threading.Event(), threading.Event()
+
+    def check(checkpoint: Checkpoint) -> None:
+        if checkpoint.digest == versions[0].digest:
+            begun.set()
+            assert go.wait(WAIT_SECONDS)
+
+    weights = FakeWeights()
+    verifier = Verifier(check)
+    rank = Rank(weights, verifier, Alone())
+    rank.tell(read_command(stage_command(versions[0])))
+    assert begun.wait(WAIT_SECONDS)
+    # It is given up and still at it; meanwhile another version gets staged.
+    monkeypatch.setattr(verifier, "_checking", threading.Lock())
+    checking = verifier._job._checking  # type: ignore[union-attr]
+    rank.tell(read_command(stage_command(versions[1])))
+    rank.wait()
+    monkeypatch.setattr(verifier, "_checking", checking)
+    reply = rank.activate(versions[1])
+    assert (reply.outcome, reply.code) == ("refused", "unavailable")
+    assert weights.loaded == "boot"
+    go.set()
+    with checking:
+        pass
+    assert rank.activate(versions[1]).outcome == "activated"
+    rank.close()
+
+
+def test_a_step_is_the_publishers(tmp_path: Path) -> None:
+    target = publish(tmp_path, 1, step=70)
+    verifier = Verifier(lambda checkpoint: None)
+    verifier.begin(msgspec.structs.replace(target, step=4242))
+    verifier.wait()
+    assert target.step == 70
+    assert verifier.staged() == target
+    verifier.drop()
+
+
+@pytest.mark.parametrize("false_name", [{"run": "other"}, {"version": 9}])
+def test_a_digest_under_another_name_is_not_taken_for_what_is_served(
+    crew: Crew, versions: list[Target], false_name: dict[str, Any]
+) -> None:
+    crew.swap(versions[0])
+    claimed = msgspec.structs.replace(versions[0], **false_name)
+    report = crew.stage(claimed)
+    assert report.staged is None
+    assert report.failed is not None
+    assert report.failed.code == "conflict"
+    report = crew.tell(activate_command(claimed))
+    assert report.outcome == "refused"
+    assert report.served == versions[0]
 
 
 def test_staging_is_stopped_when_another_version_takes_its_place(versions: list[Target]) -> None:

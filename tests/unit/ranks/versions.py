@@ -15,8 +15,9 @@ from trainer_adapter.vllm.ranks import Target
 
 
 def publish(
-    scratch: Path, seed: int, *, files: Mapping[str, bytes] | None = None, weights: bool = True
-) -> Target:
+    scratch: Path, seed: int, *, files: Mapping[str, bytes] | None = None, weights: bool = True,
+    step: int | None = None,
+) -> Target:  # fmt: skip
     """Publish a model, with more files or none of its own."""
     source = scratch / f"source-{seed}"
     source.mkdir()
@@ -27,7 +28,7 @@ def publish(
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_bytes(data)
     run = RunStore(scratch / "out", "policy")
-    options = PublishOptions(source=source, threads=1, delta=False, keep=16)
+    options = PublishOptions(source=source, threads=1, delta=False, keep=16, step=step)
     done = publish_directory(options, run, [signer()], lambda: 10**12 + seed)
     run.switch_current(done.ref.version)
     return Target(
@@ -35,4 +36,5 @@ def publish(
         version=done.ref.version,
         digest=done.ref.manifest,
         path=str(run.version_directory(done.ref.version)),
+        step=done.ref.step,
     )

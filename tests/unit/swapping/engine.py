@@ -81,6 +81,8 @@ class FakeEngine:
         self.resumed_half = False
         self.dropped_adapters = False
         self.polls = 2
+        self.published: dict[str, Target] = {}
+        """What the documents of a digest say, where that is not what the target says."""
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     # --- the script ----------------------------------------------------------------------------
@@ -141,10 +143,10 @@ class FakeEngine:
                 digest=target.digest, version=target.version, code=what, message=f"{what}!"
             )
             self.ranks = replace(self.ranks, failed=failed, staged=None, staging=None)
-        elif served is not None and served.digest == target.digest:
+        elif served is not None and served.identity == target.identity:
             self.ranks = replace(self.ranks, failed=None, staging=None)
-        elif self.ranks.staged != target:
-            self._wanted, self._left = target, self.polls
+        elif self.ranks.staged is None or self.ranks.staged.identity != target.identity:
+            self._wanted, self._left = self.published.get(target.digest, target), self.polls
             progress = Progress(digest=target.digest, done=0, bytes=10)
             self.ranks = replace(self.ranks, staged=None, failed=None, staging=progress)
 
@@ -167,13 +169,13 @@ class FakeEngine:
             outcome = "poisoned"
             self.weights = None  # half
             self.ranks = replace(self.ranks, served=None, staged=None, poisoned="half")
-        elif served is not None and served.digest == target.digest:
+        elif served is not None and served.identity == target.identity:
             outcome, said = "already", {}
         elif self.ranks.staged is None or self.ranks.staged.digest != target.digest:
             outcome, said = "refused", {"code": "conflict", "message": "not staged"}
         else:
             said = {}
-            self.weights = target
+            self.weights = target = self.ranks.staged
             self.dropped_adapters = True
             self.ranks = replace(self.ranks, served=target, staged=None, poisoned="")
         return replace(self.ranks, outcome=outcome, phases_ms={"load": 1.0}, **said)
@@ -259,6 +261,7 @@ class Leases:
 
     def __init__(self) -> None:
         self.held: set[str] = set()
+        self.changed: set[str] = set()
         self.error: Exception | None = None
 
     def __call__(self, identity: Identity, path: str) -> Lease:
@@ -274,6 +277,9 @@ class Lease:
     def __init__(self, leases: Leases, path: str) -> None:
         self._leases = leases
         self._path = path
+
+    def changed(self) -> str | None:
+        return "it was changed" if self._path in self._leases.changed else None
 
     def close(self) -> None:
         self._leases.held.discard(self._path)

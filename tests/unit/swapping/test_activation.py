@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
 import pytest
+from msgspec.structs import replace
 
 from shardcast.engine.forms import (
     ActivateAnswer,
@@ -437,7 +438,11 @@ async def test_a_look_at_an_engine_that_does_not_answer(make: Make) -> None:
 async def test_a_version_and_its_digest_belong_together(make: Make) -> None:
     world = await make(FakeEngine())
     other = Target(run="demo", version=OLD.version, digest=NEW.digest, path="/x")
-    for target in (other, Target(run="demo", version=9, digest=OLD.digest, path="/x")):
+    false_names = [
+        Target(run=run, version=version, digest=OLD.digest, path="/x")
+        for run, version in (("demo", 9), ("other", OLD.version), ("other", 9))
+    ]
+    for target in (other, *false_names):
         with pytest.raises(SwapError, match="belong together") as caught:
             await world.activate(target)
         assert caught.value.slug == "conflict"
@@ -474,6 +479,35 @@ async def test_what_cannot_be_staged_is_refused_before_any_pause(make: Make, cod
         assert caught.value.phase == "stage"
     assert "pause" not in world.engine.calls
     assert world.outcome() == "b"
+
+
+@pytest.mark.parametrize("activating", [True, False])
+async def test_what_was_staged_and_can_not_be_any_more_is_not_said_to_be(
+    make: Make, activating: bool
+) -> None:
+    world = await make(FakeEngine())
+    await soon(world.swapper.stage(to_stage(NEW)))
+    world.engine.script["stage"] = "integrity"  # its files were changed since
+    swapper = world.swapper
+    with pytest.raises(SwapError, match="integrity!"):
+        await soon(swapper.activate(wanted(NEW)) if activating else swapper.stage(to_stage(NEW)))
+    assert world.swapper.state.staged is None
+    assert world.outcome() == "b"
+
+
+async def test_the_step_and_the_path_are_those_that_the_ranks_hold(make: Make) -> None:
+    world = await make(FakeEngine())
+    world.engine.published[NEW.digest] = NEW
+    claimed = replace(NEW, step=4242, path="/another/way/there")
+    state = (await world.activate(claimed)).state
+    assert state.served is not None
+    assert state.served.step == NEW.step
+    # So what is served is known again where the answer of the next load is lost.
+    world.engine.script["load"] = "raise"
+    with pytest.raises(SwapError, match="load went wrong"):
+        await world.activate(NEXT)
+    assert world.swapper.state.ready
+    assert world.swapper.machine.identity == NEW.identity
 
 
 async def test_staging_another_version_gives_up_the_one_before(make: Make) -> None:

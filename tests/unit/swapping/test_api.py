@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,12 +21,13 @@ from shardcast.engine.forms import (
     ActivateAnswer,
     EngineState,
     FaultAnswer,
+    Identity,
     ReadyAnswer,
     StageAnswer,
     read_answer,
 )
-from shardcast.errors import IntegrityError, MalformedError
-from tests.unit.swapping.engine import NEW, OLD, FakeClock, FakeEngine, FakeHost, Leases
+from shardcast.errors import IntegrityError, MalformedError, MixAndMatchError
+from tests.unit.swapping.engine import NEW, OLD, FakeClock, FakeEngine, FakeHost, Lease, Leases
 from trainer_adapter.vllm.adapters import Adapters, model_name
 from trainer_adapter.vllm.api import Api, Call, Reply, is_near
 from trainer_adapter.vllm.machine import Facts
@@ -253,6 +255,63 @@ async def test_an_adapter_that_does_not_come_back_is_said(server: Server) -> Non
     assert state.last_failure is not None
     assert state.last_failure.phase == "lora"
     assert model in state.last_failure.message
+
+
+async def test_an_adapter_whose_files_were_changed_is_not_put_back(server: Server) -> None:
+    await server.post(LORA_PATH, lora(OLD))
+    model = model_name("style", OLD.identity)
+    server.leases.changed = {OLD.path}
+    assert (await server.post(ACTIVATE_PATH, members(NEW))).status == 200
+    state = server.swapper.state
+    assert adapters(server) == {model: False}
+    assert model not in server.host.models()  # a request would make vLLM read the files
+    assert state.last_failure is not None
+    assert state.last_failure.phase == "lora"
+    assert "it was changed" in state.last_failure.message
+    server.leases.changed = set()
+    assert (await server.post(LORA_PATH, lora(OLD))).status == 200
+    assert adapters(server) == {model: True}
+
+
+async def test_an_adapter_whose_files_change_while_it_is_loaded_is_taken_off(
+    server: Server,
+) -> None:
+    server.leases.changed = {OLD.path}
+    answer = fault(await server.post(LORA_PATH, lora(OLD)))
+    assert (answer.error.code, answer.error.phase) == ("integrity", "lora")
+    assert server.host.models() == set()
+    assert server.leases.held == set()
+
+
+async def test_an_adapter_that_is_being_verified_holds_up_no_swap(server: Server) -> None:
+    begun, go = threading.Event(), threading.Event()
+    hold = server.leases
+
+    def slow(identity: Identity, path: str) -> Lease:
+        begun.set()
+        assert go.wait(5)
+        return hold(identity, path)
+
+    server.adapters = Adapters(server.host, slow, server.swapper)
+    server.swapper.after_load = server.adapters
+    server.api = Api(server.swapper, server.adapters, has_key=True)
+    loading = asyncio.ensure_future(server.post(LORA_PATH, lora(OLD)))
+    assert await asyncio.to_thread(begun.wait, 5)
+    try:
+        assert (await server.post(ACTIVATE_PATH, members(NEW))).status == 200
+        server.engine.dropped_adapters = False  # there were none to be dropped
+    finally:
+        go.set()
+    assert (await loading).status == 200
+
+
+async def test_an_adapter_under_a_false_name_is_not_taken_for_the_loaded_one(
+    server: Server,
+) -> None:
+    await server.post(LORA_PATH, lora(OLD))
+    server.leases.error = MixAndMatchError("it is of another version")
+    answer = fault(await server.post(LORA_PATH, {**lora(OLD), "version": 9}))
+    assert answer.error.code == "conflict"
 
 
 async def test_adapters_that_nobody_can_look_for_do_not_stop_a_swap(server: Server) -> None:
