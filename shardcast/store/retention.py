@@ -137,6 +137,8 @@ def collect(
         ShardcastError: If the head cannot be read; nothing is removed then.
     """
     referenced_documents(run)  # raises before anything is removed
+    # Listed before it is asked what is named: what comes later, with its head, is not looked at.
+    here = run.blobs()
     gone: list[int] = []
     busy: list[int] = []
     freed = 0
@@ -149,7 +151,7 @@ def collect(
         else:
             busy.append(number)
     named = referenced_documents(run, without=gone)
-    blobs = [digest for digest in run.blobs() if digest not in named and digest not in keep]
+    blobs = [digest for digest in here if digest not in named and digest not in keep]
     for digest in blobs:
         try:
             freed += run.blob_path(digest).stat().st_size
