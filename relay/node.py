@@ -227,6 +227,7 @@ class Node:
             log.info("run %s: refreshing the head: %r", run.name, error)
 
     def _head_changed(self, run: RelayRun) -> None:
+        self.fills.hasten(run.name)
         if run.head is not None:
             self.metrics.sequence.labels(run=run.name).set(run.head.sequence)
             self.metrics.version.labels(run=run.name).set(run.head.head.version or 0)

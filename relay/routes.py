@@ -250,6 +250,11 @@ class SourceRoute:
         cap = min(sources.config.net.backoff_first_s * 2.0**self._rounds, PAUSE_CAP_S)
         return sources.rng.uniform(0.0, cap)
 
+    def renew(self) -> None:
+        """Ask all sources again for as many rounds; its time goes on."""
+        self._rounds = 0
+        self._tried.clear()
+
     def succeeded(self, choice: Choice, fetched: Fetched) -> None:
         """Rate the source."""
         self._selector.succeeded(
