@@ -26,7 +26,6 @@ from tests.contract.made import (
     make_version,
     noise,
     publish,
-    signer,
 )
 from tests.contract.relays import config, path_of, running, wait_head
 from tests.contract.scripted import ScriptedParent
