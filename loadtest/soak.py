@@ -203,12 +203,11 @@ class Soak:
         trainer.end()
         harm.settle(self.clock)
         self.failures += trainer.failures + harm.dirty
-        newest = trainer.publish()
-        behind = self._converge(fleet, harm, newest)
+        behind = self._converge(fleet, harm, trainer.publish())
+        # Who was started last has its buffers and arenas once it has been through each kind.
+        behind = self._quiet_versions(fleet, trainer, harm) or behind
         first = self._rest(fleet)
-        for step in (Step.FRESH, Step.SHARED, Step.LINK)[:_QUIET_VERSIONS]:
-            newest = trainer.publish(step)
-            behind = self._converge(fleet, harm, newest) or behind
+        behind = self._quiet_versions(fleet, trainer, harm) or behind
         # Relays keep what was asked for within a minute, clients their idle connections.
         wait_until(lambda: not self._litter(fleet), _TIDY_S, every=1.0)
         second = self._rest(fleet)
@@ -246,6 +245,13 @@ class Soak:
             Check("memory_grown", memory, GROWTH_MB, "MB"),
             Check("acts", float(sum(harm.done.values())), 1.0, "acts", at_least=True),
         ]  # fmt: skip
+
+    def _quiet_versions(self, fleet: Fleet, trainer: Trainer, harm: Harm) -> list[str]:
+        """Publish one version of each kind; return who did not reach one."""
+        behind: list[str] = []
+        for step in (Step.FRESH, Step.SHARED, Step.LINK)[:_QUIET_VERSIONS]:
+            behind = self._converge(fleet, harm, trainer.publish(step)) or behind
+        return behind
 
     def _converge(self, fleet: Fleet, harm: Harm, newest: int) -> list[str]:
         workers = fleet.workers()

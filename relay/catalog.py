@@ -50,10 +50,11 @@ class DocumentBlob:
 
 @dataclass(frozen=True, slots=True)
 class DataBlob:
-    """A delta blob."""
+    """A delta blob, and the newest version that it leads to."""
 
     digest: str
     length: int
+    version: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,10 +212,10 @@ class Catalog:
                 length = branch.version.layout.extent(shard).length
         if places:
             return ShardBlob(digest, length, tuple(places))
-        for branch in self._branches.values():
+        for number, branch in self._branches.items():
             blob = branch.blobs.get(digest)
             if blob is not None:
-                return DataBlob(digest, blob.bytes)
+                return DataBlob(digest, blob.bytes, number)
         return None
 
     def version(self, number: int) -> Version | None:
@@ -233,6 +234,24 @@ class Catalog:
     def lingering(self) -> list[int]:
         """Return the numbers of the versions that the head dropped and that are still served."""
         return [number for number in self._branches if not self._listed(number)]
+
+    def lingers(self, known: Known) -> bool:
+        """Say whether only versions that the head dropped have a blob."""
+        gone = set(self.lingering())
+        match known:
+            case ShardBlob():
+                return all(place.version in gone for place in known.places)
+            case DataBlob():
+                return known.version in gone
+            case DocumentBlob():
+                named = (
+                    n for n, b in self._branches.items() if known.digest in dict(self._named(b))
+                )
+                return bool(gone) and all(number in gone for number in named)
+
+    def digests(self) -> frozenset[str]:
+        """Return the documents and delta blobs of all versions, also of those that linger."""
+        return frozenset(self._kinds).union(*(branch.blobs for branch in self._branches.values()))
 
     def _listed(self, number: int) -> bool:
         head = self.head

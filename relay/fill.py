@@ -121,6 +121,10 @@ class Route(Protocol):
         """The transfer ended for a reason that says nothing about the source."""
         ...
 
+    def renew(self) -> None:
+        """There is news: what the sources said before counts no more."""
+        ...
+
 
 class State(enum.Enum):
     """How a fill stands."""
@@ -168,6 +172,7 @@ class Fill:
         self._wake_pending = False
         self._woken = 0.0
         self._end = asyncio.Event()
+        self._news: asyncio.Event | None = None
 
     # --- readers, on the event loop -------------------------------------------------------------
 
@@ -213,9 +218,9 @@ class Fill:
         if attempt is not None:
             attempt.cancel()
 
-    async def pause(self, seconds: float) -> None:
-        """Wait, or be cancelled meanwhile."""
-        woken = asyncio.Event()
+    async def pause(self, seconds: float) -> bool:
+        """Wait, or be cancelled meanwhile; say whether news ended it."""
+        self._news = woken = asyncio.Event()
 
         def wake() -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
@@ -224,6 +229,13 @@ class Fill:
         with self.cancel.hook(wake), contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await woken.wait()
+        self._news = None
+        return woken.is_set() and not self.cancel.cancelled
+
+    def hasten(self) -> None:
+        """End a pause: a source may know by now what it did not know when it was asked."""
+        if self._news is not None:
+            self._news.set()
 
     async def finished(self) -> None:
         """Wait for the end, without being woken on the way."""

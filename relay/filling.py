@@ -192,6 +192,15 @@ class Fills:
         """Return the fill of a blob that is on its way, or None."""
         return self._open.get((run, digest))
 
+    def hasten(self, run: str) -> None:
+        """End the pauses of a run's fills: there is a new head, or a version's documents are here.
+
+        Whoever told that knows more by now than when he was asked for a blob.
+        """
+        for fill in self.open():
+            if fill.target.run == run:
+                fill.hasten()
+
     def open(self) -> list[Fill]:
         """Return what is on its way, oldest first."""
         return list(self._open.values())
@@ -242,8 +251,8 @@ class Fills:
                     seconds = await self._step(fill, filling, lateral)
                 if seconds is None:
                     return
-                if seconds:
-                    await fill.pause(seconds)
+                if seconds and await fill.pause(seconds):
+                    filling.route.renew()
         except BaseException:
             await self._loop.run_in_executor(None, filling.abandon)
             raise

@@ -22,7 +22,7 @@ from relay.pacing import Pacer
 from relay.parents import Parents, Place
 from relay.readers import Leases, Readers
 from relay.respond import Identity
-from relay.routes import Sources
+from relay.routes import ROUNDS, Sources
 from relay.runs import RelayRun
 from relay.siblings import Siblings
 from relay.targets import SpareTarget, target_for
@@ -227,6 +227,7 @@ class Node:
             log.info("run %s: refreshing the head: %r", run.name, error)
 
     def _head_changed(self, run: RelayRun) -> None:
+        self.fills.hasten(run.name)
         if run.head is not None:
             self.metrics.sequence.labels(run=run.name).set(run.head.sequence)
             self.metrics.version.labels(run=run.name).set(run.head.head.version or 0)
@@ -262,6 +263,8 @@ class Node:
             known.digest,
             document=isinstance(known, DocumentBlob),
             for_sibling=for_sibling,
+            # No parent comes to have again what the head has dropped.
+            rounds=1 if run.catalog.lingers(known) else ROUNDS,
         )
         return self.fills.start(target, route, run.rank(known))
 

@@ -115,31 +115,53 @@ class Prefetcher:
 
     async def _catch_up(self) -> bool:
         """Fetch what is wanted; False if something did not come. Ends early for a newer head."""
+        wanted = wanted_versions(self._run)
+        if self._materializer is not None:  # each is the base of the next
+            whole = True
+            for number in wanted:
+                whole &= await self._catch_up_on(number)
+                if self._news.is_set():
+                    return False
+            return whole
+        # Documents and deltas of one never wait for what does not come of the other.
+        tasks: list[asyncio.Task[bool]] = []
+        for number in wanted:
+            before = tasks[-1] if tasks else None
+            tasks.append(asyncio.create_task(self._catch_up_on(number, before)))
+        try:
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+        finally:
+            for task in tasks:
+                task.cancel()
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return all(results) and not self._news.is_set()
+
+    async def _catch_up_on(self, number: int, before: asyncio.Task[bool] | None = None) -> bool:
+        """Fetch what is wanted of a version; its shards after those of a more urgent one."""
         run, policy = self._run, self._node.config.prefetch
-        whole = True
-        for number in wanted_versions(run):
-            here = await self._documents(number)
-            whole &= here
-            await run.attach()
-            if here:
-                self._drop_superseded()
-            if self._news.is_set():
-                return False
-            if here and self._materializer is not None:
-                whole &= await self._materialize(self._materializer, number)
-            if policy is not Prefetch.DEMAND:
-                blobs = [
-                    known
-                    for b in run.catalog.delta_blobs(number)
-                    if (known := run.find(b.digest)) is not None
-                ]
-                whole &= await self._fetch_all(blobs)
-            version = run.catalog.version(number)
-            if policy is Prefetch.ALL and version is not None:
-                whole &= await self._version(version)
-            if self._news.is_set():
-                return False
-        return whole
+        whole = here = await self._documents(number)
+        await run.attach()
+        if here:
+            self._drop_superseded()
+        if self._news.is_set():
+            return False
+        if here and self._materializer is not None:
+            whole &= await self._materialize(self._materializer, number)
+        if policy is not Prefetch.DEMAND:
+            blobs = [
+                known
+                for b in run.catalog.delta_blobs(number)
+                if (known := run.find(b.digest)) is not None
+            ]
+            whole &= await self._fetch_all(blobs)
+        if before is not None:
+            await asyncio.wait([before])
+        version = run.catalog.version(number)
+        if policy is Prefetch.ALL and version is not None and not self._news.is_set():
+            whole &= await self._version(version)
+        return whole and not self._news.is_set()
 
     async def _version(self, version: Version) -> bool:
         stored = await self._begin(version)
@@ -262,11 +284,13 @@ class Prefetcher:
     ) -> bool:
         whole = True
         for known in queue:
-            slot = asyncio.ensure_future(self._slots.take(self._run.name))
-            if not await self._before_news(slot):
-                slot.cancel()
-                return False
-            task = asyncio.create_task(self._one(known))
+            task = self._on_its_way(known)
+            if task is None:
+                slot = asyncio.ensure_future(self._slots.take(self._run.name))
+                if not await self._before_news(slot):
+                    slot.cancel()
+                    return False
+                task = asyncio.create_task(self._one(known))
             if not await self._before_news(task):
                 return False  # it flies on, with its slot
             if not task.result():
@@ -276,6 +300,12 @@ class Prefetcher:
             elif use is not None:
                 await use(known)
         return whole
+
+    def _on_its_way(self, known: Known) -> asyncio.Task[bool] | None:
+        """Return what has flown on since before the news: it has a slot, and needs no second one."""
+        task = self._flying.get(known.digest)
+        fill = self._node.fills.get(self._run.name, known.digest)
+        return None if fill is None or fill.cancel.cancelled else task
 
     async def _one(self, known: Known) -> bool:
         """Bring one blob here, with a slot that is given back."""

@@ -109,18 +109,22 @@ class Retention:
                 lambda: tuple(number for number in evict if run.store.evict(number))
             )
         else:
-            gone = await asyncio.to_thread(self._collect, run, evict)
+            # What a version that lingers is rebuilt from stays with it.
+            keep = run.catalog.digests()
+            gone = await asyncio.to_thread(self._collect, run, evict, keep)
         for number in gone:
             run.used.pop(number, None)
             self._node.metrics.evicted.inc()
             log.info("run %s: version %d evicted", run.name, number)
         await run.attach()
 
-    def _collect(self, run: RelayRun, numbers: tuple[int, ...]) -> tuple[int, ...]:
+    def _collect(
+        self, run: RelayRun, numbers: tuple[int, ...], keep: frozenset[str]
+    ) -> tuple[int, ...]:
         """Evict, and remove documents that nothing names any more. Blocking."""
         lock = run.store.lock("publish", what=f"retention of run {run.name!r}")
         try:
             with lock:
-                return collect(run.store, numbers).versions
+                return collect(run.store, numbers, keep=keep).versions
         except BusyError:
             return ()  # a publisher is at work; it collects by itself

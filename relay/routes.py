@@ -110,7 +110,9 @@ class Sources:
             found = self._selectors.setdefault(run, found)
         return found
 
-    def route(self, run: str, digest: str, *, document: bool, for_sibling: bool) -> SourceRoute:
+    def route(
+        self, run: str, digest: str, *, document: bool, for_sibling: bool, rounds: int = ROUNDS
+    ) -> SourceRoute:
         """Return the order of sources for one fill.
 
         Args:
@@ -118,13 +120,14 @@ class Sources:
             digest: The blob.
             document: Documents come straight from the parent: they are small, and all wait.
             for_sibling: A sibling asks for it, so it must come from a parent.
+            rounds: How often all sources are asked.
         """
         owner = None
         if self.siblings is not None and not document and not for_sibling:
             owner = self.siblings.owner(digest)
             if owner is not None and self._ignorant.get((run, owner), 0.0) > self.clock():
                 owner = None
-        return SourceRoute(self, run, owner, aside=not for_sibling)
+        return SourceRoute(self, run, owner, aside=not for_sibling, rounds=rounds)
 
     def ignorant(self, run: str, owner: str) -> None:
         """Note that a sibling does not follow a run: it is not asked for it for a while."""
@@ -180,7 +183,9 @@ class SourceRoute:
     Its clock starts with the first question: until then the fill waits for a thread.
     """
 
-    def __init__(self, sources: Sources, run: str, owner: str | None, *, aside: bool) -> None:
+    def __init__(
+        self, sources: Sources, run: str, owner: str | None, *, aside: bool, rounds: int = ROUNDS
+    ) -> None:
         self._sources = sources
         self._run = run
         self._selector = sources.selector(run)
@@ -190,6 +195,7 @@ class SourceRoute:
         self._aside = aside
         self._tried: set[str] = set()
         self._rounds = 0
+        self._most_rounds = rounds
         self._started: float | None = None
         self._received = 0
 
@@ -233,7 +239,7 @@ class SourceRoute:
         self._rounds += 1
         now = sources.clock()
         spent = now - (now if self._started is None else self._started)
-        if self._rounds >= ROUNDS or spent > sources.config.limits.fill_deadline_s:
+        if self._rounds >= self._most_rounds or spent > sources.config.limits.fill_deadline_s:
             return None
         asked = sources.parents.nearer if sources.parents.nearer else sources.direct
         if all(self._selector.rating(url).banned for url in asked):
@@ -243,6 +249,11 @@ class SourceRoute:
         self._tried.clear()
         cap = min(sources.config.net.backoff_first_s * 2.0**self._rounds, PAUSE_CAP_S)
         return sources.rng.uniform(0.0, cap)
+
+    def renew(self) -> None:
+        """Ask all sources again for as many rounds; its time goes on."""
+        self._rounds = 0
+        self._tried.clear()
 
     def succeeded(self, choice: Choice, fetched: Fetched) -> None:
         """Rate the source."""

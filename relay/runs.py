@@ -350,10 +350,11 @@ class RelayRun:
 
     def touch(self, known: Known) -> None:
         """Note that a blob was asked for, or that an answer has just ended."""
-        if isinstance(known, ShardBlob):
-            number = known.places[0].version
-            self.used[number] = self._clock()
-            self.readers.saw(number, self.stored.get(number))
+        if isinstance(known, DocumentBlob):
+            return  # whoever follows asks for those of every version, to weigh it
+        number = known.places[0].version if isinstance(known, ShardBlob) else known.version
+        self.used[number] = self._clock()
+        self.readers.saw(number, self.stored.get(number))
 
     def rank(self, known: Known) -> int:
         """Return how urgent a blob is: by how many versions its newest one is behind, 0 first.

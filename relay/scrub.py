@@ -133,8 +133,8 @@ class Scrubber:
         if self._node.sources is None and stored.committed and stored.missing():
             await self._recall(run, stored)
         for shard in rotated(range(stored.version.layout.shard_count), start):
-            if run.stored.get(number) is not stored:
-                return  # evicted, or begun anew
+            if run.stored.get(number) is not stored or not stored.alive:
+                return  # evicted, perhaps by another process, or begun anew
             if stored.state(shard) is ShardState.MISSING:
                 continue
             began = self._node.clock()
@@ -153,6 +153,8 @@ class Scrubber:
         except BusyError:
             return True  # it is being evicted
         except DiskError as error:
+            if not stored.alive:
+                return True  # its publisher evicted it while it was read
             log.error("run %s: %s", run.name, error)
             good = not await in_thread(partial(_give_up, stored, shard))
         finally:
@@ -167,7 +169,8 @@ class Scrubber:
         try:
             found = await salvage_missing(run, stored)
         except ShardcastError as error:
-            log.error("run %s: %s", run.name, error)
+            if stored.alive:
+                log.error("run %s: %s", run.name, error)
             return
         if found and not stored.missing():
             log.info("run %s: version %d is whole again", run.name, stored.version.number)

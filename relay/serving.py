@@ -162,7 +162,7 @@ class BlobServer:
                     return respond.busy_answer(f"blob {digest} comes from a sibling")
                 await fill.changed(mark)
             if fill.state is State.FAILED:
-                return _failed(digest, fill)
+                return _failed(run, known, fill)
             if fill.state is not State.VERIFIED:
                 return await self._follow(request, fill, for_sibling, common)
             assert fill.total is not None
@@ -204,11 +204,14 @@ class BlobServer:
         return response
 
 
-def _failed(digest: str, fill: Fill) -> web.Response:
-    error = fill.error
+def _failed(run: RelayRun, known: Known, fill: Fill) -> web.Response:
+    digest, error = known.digest, fill.error
     if isinstance(error, DiskFullError):
         return respond.busy_answer(f"no room for blob {digest}: {error.message}", 5)
     if status_of(error) == 404:
+        if run.catalog.lingers(known):
+            text = f"no head lists the version of blob {digest}, and no parent has it any more"
+            return respond.error_answer(404, "not_found", text)
         return respond.busy_answer(f"no parent has blob {digest} yet")
     text = error.message if isinstance(error, NetworkError) else str(error)
     return respond.busy_answer(f"blob {digest} did not come: {text}")

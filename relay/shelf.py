@@ -31,20 +31,25 @@ class Shelf:
         The first time, and whenever the file has changed, it is hashed; what is not good is
         removed, so that it will be fetched again.
         """
+        found = self._open(digest)
+        return found if isinstance(found, tuple) else None
+
+    def _open(self, digest: str) -> tuple[int, int] | bool:
+        """Return a good blob's descriptor and size, or whether it was found bad, and removed."""
         try:
             fd = os.open(self._store.blob_path(digest), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
-            return None
+            return False
         try:
             if self._good(fd, digest):
                 return fd, os.fstat(fd).st_size
         except OSError as error:  # it says nothing about the bytes: the blob stays
             log.warning("blob %s cannot be read: %s", digest, error)
             os.close(fd)
-            return None
+            return False
         os.close(fd)
         self._store.remove_blob(digest)
-        return None
+        return True
 
     def look_again(self, digest: str) -> int | None:
         """Hash a blob that is here, whatever was known of it; what is not good is removed.
@@ -54,13 +59,11 @@ class Shelf:
         """
         with self._lock:
             self._verified.pop(digest, None)
-        if not self._store.has_blob(digest):
-            return 0
-        opened = self.open(digest)
-        if opened is not None:
-            os.close(opened[0])
-            return opened[1]
-        return 0 if self._store.has_blob(digest) else None
+        found = self._open(digest)
+        if isinstance(found, tuple):
+            os.close(found[0])
+            return found[1]
+        return None if found else 0
 
     def verified(self, digest: str) -> bool:
         """Say whether a blob was verified in this process (it may have been removed since)."""

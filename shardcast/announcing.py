@@ -155,8 +155,16 @@ def amend(
     signers: Sequence[Signer],
     now_ms: Callable[[], int],
     change: Callable[[Head, succession.Issue], Head],
+    watch: PublishObserver | None = None,
 ) -> Head:
     """Replace the head of a local run by a changed one (withdraw, hold, renew).
+
+    Args:
+        run: The run in the store.
+        signers: The run's key first; during a rotation the old key too.
+        now_ms: The clock, Unix milliseconds.
+        change: Makes the new head from the last one.
+        watch: Hears if a publisher must be waited for.
 
     Raises:
         NotFoundError: If the run has no head.
@@ -165,7 +173,7 @@ def amend(
         BusyError: If a publisher of the run does not end within ten minutes.
     """
     claim_for_publishing(run.root.parent)
-    with publishing(run, SilentObserver()):
+    with publishing(run, watch or SilentObserver()):
         now = now_ms()
         head = last_head(run, signers, now)
         if head is None:

@@ -194,6 +194,10 @@ class NetworkError(ShardcastError):
     exit_code = 13
 
 
+class GoneError(NetworkError):
+    """No source has a version any more, and the head lists it no longer."""
+
+
 class WrongAnswerError(NetworkError):
     """A source answers, but with something else than the blob that it was asked for."""
 

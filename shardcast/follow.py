@@ -17,7 +17,7 @@ from shardcast.heads import HeadKeeper
 from shardcast.protocol.head import Head, OpenRef, VersionRef
 from shardcast.protocol.limits import SKEW_MS
 from shardcast.session import Obtained
-from shardcast.steps import Situation, Step, next_step
+from shardcast.steps import Situation, Step, gone, next_step
 
 RETRY_FIRST_S: Final = 1.0
 RETRY_CAP_S: Final = 30.0
@@ -236,10 +236,7 @@ class Follower:
     def _gone(self, ref: VersionRef) -> bool:
         """Say whether a version that could not be had is one that nobody need have any more."""
         head = None if self._keeper.accepted is None else self._keeper.accepted.head
-        newest = None if head is None else head.newest()
-        if head is None or newest is None or newest.version <= ref.version:
-            return False
-        return head.ref(ref.version) is None
+        return gone(head, ref.version)
 
     def _activated(self, ready: Obtained, task: asyncio.Task[Path]) -> None:
         try:

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from shardcast.errors import (
     ClockError,
+    DiskError,
     NetworkError,
     NotFoundError,
     RollbackError,
@@ -158,8 +159,15 @@ class HeadKeeper:
         self.errors[url] = error
         self.changed.set()
         if known is None or type(known) is not type(error):
+            # What this machine's disk refuses to remember is no fault of who sent it.
+            ours = isinstance(error, DiskError)
             self._emit(
-                WorkerEvent(kind=EventKind.SOURCE, run=self.state.run, source=url, error=error)
+                WorkerEvent(
+                    kind=EventKind.ERROR if ours else EventKind.SOURCE,
+                    run=self.state.run,
+                    source=error.source if ours else url,
+                    error=error,
+                )
             )
 
     def verdict(self) -> ShardcastError:

@@ -143,6 +143,7 @@ class FetchPool:
         *,
         notify: Callable[[Notice], None] = lambda notice: None,
         rng: random.Random | None = None,
+        listed: Callable[[], bool] = lambda: True,
     ) -> None:
         """Start nothing yet.
 
@@ -154,6 +155,8 @@ class FetchPool:
             cancel: Ends everything.
             notify: Called (from a fetching thread) when a source fails.
             rng: For pauses.
+            listed: Whether sources that have not got a blob may come to have it. Called often, from
+                fetching threads.
         """
         self._run = run
         self._sources = sources
@@ -168,6 +171,7 @@ class FetchPool:
             rng=rng or random.Random(),  # noqa: S311 - spreads load, keeps no secret
             notify=notify,
             resumes=lambda source: sources[source].resumes,
+            listed=listed,
         )
         self._jobs: dict[Job, _Entry] = {}
         self._optional: dict[Job, Callable[[ShardcastError], None]] = {}
@@ -216,6 +220,7 @@ class FetchPool:
         """Wait until every blob is there.
 
         Raises:
+            GoneError: If no source has one of them, and none will come to have it.
             NetworkError: If no source delivered for too long; names each and its last failure.
             IntegrityError: If all they sent was wrong.
             DiskError: If the bytes could not be written.

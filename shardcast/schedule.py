@@ -14,6 +14,7 @@ numbers come from outside, so that tests can play an hour of faults in a millise
   continued elsewhere, so that no byte is fetched twice.
 - The pull fails when nothing at all was gained for ``give_up_after_s``; at once when every source
   sent a wrong blob, was banned, and sent a wrong one again.
+- It fails at once when no source that lives has a blob whose version left the head (absence.py).
 - An optional blob never makes it fail by itself: it is given up before (optional.py).
 """
 
@@ -26,10 +27,12 @@ from contextlib import suppress
 from typing import Final
 
 from shardcast import endgame, optional
+from shardcast.absence import Absence
 from shardcast.cancel import Cancel, TransferCancelledError
 from shardcast.config import NetConfig
 from shardcast.endgame import HedgeBudget
 from shardcast.errors import (
+    GoneError,
     IntegrityError,
     MalformedError,
     NetworkError,
@@ -73,6 +76,7 @@ class Schedule:
         rng: random.Random,
         notify: Callable[[Notice], None] = lambda notice: None,
         resumes: Callable[[str], bool] = lambda source: True,
+        listed: Callable[[], bool] = lambda: True,
     ) -> None:
         """Begin without jobs.
 
@@ -84,6 +88,7 @@ class Schedule:
             rng: For pauses.
             notify: Called when a source fails.
             resumes: Whether a source sends the rest of a blob, as far as is known.
+            listed: Whether sources that have not got a blob may come to have it.
         """
         self._sources = tuple(sources)
         self._selector = selector
@@ -91,6 +96,8 @@ class Schedule:
         self._clock = clock
         self._rng = rng
         self._resumes = resumes
+        self._listed = listed
+        self._absence = Absence()
         self.budget = HedgeBudget(config.hedge_share)
         self._waiting: deque[Job] = deque()
         self._flights: list[Flight] = []
@@ -158,6 +165,8 @@ class Schedule:
         for flight in self._flights:
             if endgame.look(flight, now):
                 self._gained_at = max(self._gained_at, now)
+        if self._absence and self._error is None and not self._listed():
+            self._give_up_gone()
         if self._put_off:
             self._lose_put_off(now)
         if self._error is None and self._waiting:
@@ -218,6 +227,7 @@ class Schedule:
         job = flight.job
         job.done = True
         self._put_off.discard(job)
+        self._absence.forget(job)
         self._done_bytes += job.bytes if job.lost is None else 0
         rival = job.main if flight.hedge else job.hedge
         self._ended(flight, won=True)
@@ -257,6 +267,7 @@ class Schedule:
             else:
                 self._verdicts.failed(source, error)
                 self._gain(job, now)
+            self._absence.note(job, source, error)
             self._pause(job, source, error, now)
             self._count_fault(flight, error, now)
         self._requeue(job)
@@ -279,6 +290,16 @@ class Schedule:
         else:
             self._put_off.discard(job)
 
+    def _give_up_gone(self) -> None:
+        """Go on without optional jobs that nobody has any more; fail for any other."""
+        for job, error in self._absence.complete(self._selector.ratings()):
+            if not job.optional:
+                message = f"no head lists {job.name} any more, and {self._verdicts.each()}"
+                self.abort(GoneError(message, source=error.source))
+                return
+            if job.lost is None:
+                self._lose(job, error)
+
     def _lose_put_off(self, now: float) -> None:
         """Give up optional jobs that all sources have put off for as long as doing without takes."""
         ratings = self._selector.ratings()
@@ -293,6 +314,7 @@ class Schedule:
     def _lose(self, job: Job, error: ShardcastError) -> None:
         job.lost = error
         self._put_off.discard(job)
+        self._absence.forget(job)
         self._done_bytes += job.bytes
         self._lost.append(job)
         if job in self._waiting:

@@ -39,6 +39,7 @@ from shardcast.protocol.head import OpenRef, VersionRef
 from shardcast.pulling import FetchPool
 from shardcast.scans import Scans
 from shardcast.source_set import SourceSet
+from shardcast.steps import gone
 from shardcast.store.run import RunStore
 from shardcast.store.stored import StoredVersion
 from shardcast.upstream import HeadSource
@@ -107,13 +108,19 @@ class WorkerSession:
 
     # --- obtain -----------------------------------------------------------------------------
 
-    async def obtain(self, ref: VersionRef) -> Obtained:
+    async def obtain(self, ref: VersionRef, *, exact: bool = False) -> Obtained:
         """Make a version complete on disk. Cancellation keeps what was verified.
 
+        Args:
+            ref: The version.
+            exact: No other one will do: it is asked for with all patience though it left the head. Else
+                a version on the way may be what is returned.
+
         Raises:
+            GoneError: If it left the head, and no source has it any more.
             ShardcastError: As ``DocumentFetcher.version`` and ``Obtainer.obtain`` say.
         """
-        return await self.in_thread(lambda cancel: self._try(ref, cancel))
+        return await self.in_thread(lambda cancel: self._try(ref, cancel, exact=exact))
 
     async def fetch_ahead(self, ref: OpenRef) -> bool:
         """Fetch some of what a head says of an open version; say whether there was anything.
@@ -146,11 +153,11 @@ class WorkerSession:
             return None
         return stored if stored.version.manifest == manifest else None
 
-    def _try(self, ref: VersionRef, cancel: Cancel) -> Obtained:
+    def _try(self, ref: VersionRef, cancel: Cancel, *, exact: bool) -> Obtained:
         before = self._shards_here(ref.version)
         self.fruitless = False
         try:
-            return self._obtain(ref, cancel)
+            return self._obtain(ref, cancel, exact=exact)
         except ShardcastError:
             self.fruitless = self._shards_here(ref.version) <= before
             raise
@@ -161,17 +168,18 @@ class WorkerSession:
             return 0 if stored is None else len(stored.present())
         return 0
 
-    def _obtain(self, ref: VersionRef, cancel: Cancel) -> Obtained:
+    def _obtain(self, ref: VersionRef, cancel: Cancel, *, exact: bool) -> Obtained:
         tally = Tally(total_bytes=ref.bytes)
         self.sources.doubt_the_unheard()
-        wanted = self._documents_of(ref, cancel, tally)
+        wanted = self._documents_of(ref, cancel, tally, exact=exact)
         pools: list[FetchPool] = []
 
-        def new_obtainer(tally: Tally, allowance: int | None) -> Obtainer:
+        def new_obtainer(hop: VersionRef, tally: Tally, allowance: int | None) -> Obtainer:
             config = None if allowance is None else self._impatient()
+            listed = self._still_listed(hop, exact=exact and hop == ref)
 
             def pool() -> FetchPool:
-                pools.append(self.sources.pool(cancel, config))
+                pools.append(self.sources.pool(cancel, config, listed))
                 return pools[-1]
 
             return Obtainer(
@@ -188,19 +196,31 @@ class WorkerSession:
             self.store,
             self._ways,
             new_obtainer,
-            lambda ref: self._documents_of(ref, cancel, tally, self._impatient()),
+            lambda hop: self._documents_of(
+                hop, cancel, tally, self._impatient(), exact=exact and hop == ref
+            ),
         )
         try:
             with self._effort.on(wanted, tally, pools), self._progress(ref, tally, pools):
-                arrived = journey.go(wanted, tally)
+                arrived = journey.go(wanted, tally, exact=exact)
         finally:
             self._delta_reports.tell(journey.failures)
-        ahead = self._ahead.spent_on(ref.version)
+        ahead = self._ahead.spent_on(arrived.ref.version)
         self._ahead.reached()
-        self._emit_ready(ref, arrived, tally, ahead)
-        return Obtained(ref, arrived.stored, tally.fetched_bytes + ahead.fetched_bytes)
+        self._emit_ready(arrived, tally, ahead)
+        return Obtained(arrived.ref, arrived.stored, tally.fetched_bytes + ahead.fetched_bytes)
 
-    def _emit_ready(self, ref: VersionRef, arrived: Arrived, tally: Tally, ahead: Tally) -> None:
+    def _still_listed(self, ref: VersionRef, *, exact: bool = False) -> Callable[[], bool]:
+        """Return what says whether sources may come to have a version that they have not got."""
+
+        def listed() -> bool:
+            accepted = self.keeper.accepted
+            return exact or accepted is None or not gone(accepted.head, ref.version)
+
+        return listed
+
+    def _emit_ready(self, arrived: Arrived, tally: Tally, ahead: Tally) -> None:
+        ref = arrived.ref
         self.emit(
             WorkerEvent(
                 kind=EventKind.READY,
@@ -219,10 +239,18 @@ class WorkerSession:
         )
 
     def _documents_of(
-        self, ref: VersionRef, cancel: Cancel, tally: Tally, config: NetConfig | None = None
+        self,
+        ref: VersionRef,
+        cancel: Cancel,
+        tally: Tally,
+        config: NetConfig | None = None,
+        *,
+        exact: bool = False,
     ) -> Wanted:
+        listed = self._still_listed(ref, exact=exact)
+
         def pool() -> FetchPool:
-            return self.sources.document_pool(cancel, config)
+            return self.sources.document_pool(cancel, config, listed)
 
         with self._documents:
             version = DocumentFetcher(self.store, pool, lambda n: _add_fetched(tally, n)).version(

@@ -119,27 +119,51 @@ class SourceSet:
 
     # --- blobs ------------------------------------------------------------------------------
 
-    def pool(self, cancel: Cancel, config: NetConfig | None = None) -> FetchPool:
+    def pool(
+        self,
+        cancel: Cancel,
+        config: NetConfig | None = None,
+        listed: Callable[[], bool] = lambda: True,
+    ) -> FetchPool:
         """Return a pool that fetches shards.
 
         Args:
             cancel: Ends it.
             config: Other network bounds than the worker's.
+            listed: Whether sources that have not got a blob may come to have it.
         """
-        return self._pool_with(self._selector, cancel, config or self._options.config)
+        return self._pool_with(self._selector, cancel, config, listed)
 
-    def document_pool(self, cancel: Cancel, config: NetConfig | None = None) -> FetchPool:
+    def document_pool(
+        self,
+        cancel: Cancel,
+        config: NetConfig | None = None,
+        listed: Callable[[], bool] = lambda: True,
+    ) -> FetchPool:
         """Return a pool that fetches documents.
 
         Args:
             cancel: Ends it.
             config: Other network bounds than the worker's.
+            listed: Whether sources that have not got a blob may come to have it.
         """
-        return self._pool_with(self._document_selector, cancel, config or self._options.config)
+        return self._pool_with(self._document_selector, cancel, config, listed)
 
-    def _pool_with(self, selector: Selector[str], cancel: Cancel, config: NetConfig) -> FetchPool:
+    def _pool_with(
+        self,
+        selector: Selector[str],
+        cancel: Cancel,
+        config: NetConfig | None,
+        listed: Callable[[], bool],
+    ) -> FetchPool:
         return FetchPool(
-            self._options.run, self._sources, selector, config, cancel, notify=self._notice
+            self._options.run,
+            self._sources,
+            selector,
+            config or self._options.config,
+            cancel,
+            notify=self._notice,
+            listed=listed,
         )
 
     def _notice(self, notice: Notice) -> None:

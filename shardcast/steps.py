@@ -93,6 +93,14 @@ def wanted(situation: Situation) -> VersionRef | None:
     return None
 
 
+def gone(head: Head | None, version: int) -> bool:
+    """Say whether a version is one that nobody need have any more: the head moved on without it."""
+    newest = None if head is None else head.newest()
+    if head is None or newest is None or newest.version <= version:
+        return False
+    return head.ref(version) is None
+
+
 def next_step(situation: Situation) -> Step:
     """Decide."""
     step = _next_step(situation)

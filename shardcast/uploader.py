@@ -154,15 +154,24 @@ def amend_remote(
     signers: Sequence[Signer],
     now_ms: Callable[[], int],
     change: Callable[[Head, succession.Issue], Head],
+    watch: PublishObserver | None = None,
 ) -> Head:
     """Replace a remote run's head by a changed one (withdraw, hold, renew).
+
+    Args:
+        memory: Where this machine remembers trust for that origin and run.
+        client: The origin.
+        signers: The run's key first; during a rotation the old key too.
+        now_ms: The clock, Unix milliseconds.
+        change: Makes the new head from the last one.
+        watch: Hears if a publisher must be waited for.
 
     Raises:
         NotFoundError: If the run has no head.
         TrustError: If the run belongs to another key.
         RefusedError, NetworkError: As ``publish_remote``.
     """
-    with publishing(memory, SilentObserver()):
+    with publishing(memory, watch or SilentObserver()):
         now = now_ms()
         envelope, head = _remote_head(client, memory, signers, now)
         if head is None:

@@ -79,6 +79,15 @@ class Ways:
                 return found
         return route.direct(wanted.ref, direct)
 
+    def still_nearest(self, wanted: Wanted) -> bool:
+        """Say whether to go on to a version, now that its way is cut off (``route.still_nearest``)."""
+        direct = self.direct_bytes(wanted)
+        return route.still_nearest(wanted.ref, self._listed(), self._held(), direct)
+
+    def lists(self, ref: VersionRef) -> bool:
+        """Say whether the newest head lists a version."""
+        return any(listed.manifest == ref.manifest for listed in self._listed())
+
     def _fits(self, found: Route) -> bool:
         """Say whether there is room for every two versions that follow each other on a route."""
         staged = set(self._store.staged())

@@ -263,7 +263,7 @@ class Worker:
                     return _update(ready, path, head)
             else:
                 async with deadline.within(lambda seconds: session.too_late(seconds, ref)):
-                    ready = await session.obtain(ref)
+                    ready = await session.obtain(ref, exact=True)
             path = await session.activate(ready)
             return _update(ready, path, head)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardcast.cli.options import load_signers, load_token, open_store
-from shardcast.cli.output import unix_ms
+from shardcast.cli.output import Output, unix_ms
 from shardcast.cli.xdg import remote_memory
 from shardcast.errors import UsageError
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 
 def amend_head(
+    out: Output,
     run: str,
     change: Callable[[Head, Issue], Head],
     *,
@@ -33,13 +34,19 @@ def amend_head(
         TrustError: If the run belongs to another key.
         NetworkError: If the remote origin cannot be reached, or refuses.
     """
+    from shardcast.publishing import SilentObserver
+
+    class Told(SilentObserver):
+        def waiting(self, message: str) -> None:
+            out.notice(message)
+
     if to is not None and store is not None:
         raise UsageError("give either --store or --to, not both")
     if to is None:
         from shardcast.announcing import amend
 
         opened = open_store(store).run(run)
-        return amend(opened, load_signers(key, unix_ms()), unix_ms, change)
+        return amend(opened, load_signers(key, unix_ms()), unix_ms, change, Told())
 
     from shardcast.origin_client import OriginClient
     from shardcast.protocol.documents import check_run
@@ -49,6 +56,7 @@ def amend_head(
     memory = RunStore(remote_memory(to, check_run(run)), run)
     client = OriginClient(to, run, load_token(token_file))
     try:
-        return amend_remote(memory, client, load_signers(key, unix_ms()), unix_ms, change)
+        signers = load_signers(key, unix_ms())
+        return amend_remote(memory, client, signers, unix_ms, change, Told())
     finally:
         client.close()

@@ -30,7 +30,7 @@ def hold(
     def change(head: Head, issue: Issue) -> Head:
         return with_hold(head, issue, hold=not off)
 
-    head = amend_head(run, change, store=store, to=to, token_file=token_file, key=key)
+    head = amend_head(out, run, change, store=store, to=to, token_file=token_file, key=key)
     out.event("hold", run=run, version=head.version, hold=head.hold)
     state = "held: followers fetch, but do not activate" if head.hold else "no longer held"
     out.result(f"{run} is {state}")

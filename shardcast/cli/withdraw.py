@@ -32,7 +32,7 @@ def withdraw(
     def change(head: Head, issue: Issue) -> Head:
         return with_withdrawn(head, issue, version)
 
-    head = amend_head(run, change, store=store, to=to, token_file=token_file, key=key)
+    head = amend_head(out, run, change, store=store, to=to, token_file=token_file, key=key)
     out.event("withdrawn", run=run, version=version, newest=head.version)
     if head.version is None:
         out.result(f"withdrew {run} version {version}; no version is left to move to")

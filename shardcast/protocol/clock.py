@@ -7,8 +7,12 @@ never decides whether a head is fresh; it only tells people which clock to look 
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Final
 
 from shardcast.protocol.limits import SKEW_MS
+
+_HOUR_MS: Final = 3_600_000
+_MINUTE_MS: Final = 60_000
 
 
 def clock_error_ms(offsets_ms: Collection[int]) -> int:
@@ -30,6 +34,12 @@ def clock_error_ms(offsets_ms: Collection[int]) -> int:
 
 def describe_clock(error_ms: int) -> str:
     """Say it for a message: ``this machine's clock is 24.0 hours ahead of all its sources'``."""
-    hours = abs(error_ms) / 3_600_000
     direction = "ahead of" if error_ms > 0 else "behind"
-    return f"this machine's clock is {hours:.1f} hours {direction} all its sources'"
+    return f"this machine's clock is {describe_span(abs(error_ms))} {direction} all its sources'"
+
+
+def describe_span(span_ms: int) -> str:
+    """Say a time for a message: ``24.0 hours``, below one ``5.0 minutes``."""
+    if span_ms >= _HOUR_MS:
+        return f"{span_ms / _HOUR_MS:.1f} hours"
+    return f"{span_ms / _MINUTE_MS:.1f} minutes"

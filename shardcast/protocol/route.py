@@ -107,6 +107,30 @@ def expected_bytes(ref: VersionRef, held: Mapping[str, Held]) -> int:
     return min([_missing(ref, held), *_from_held(ref, held)])
 
 
+def still_nearest(
+    wanted: VersionRef,
+    versions: Sequence[VersionRef],
+    held: Mapping[str, Held],
+    direct_bytes: int,
+) -> bool:
+    """Say whether to go on to a version that may have left the head, now that its way is cut off.
+
+    Yes while the head lists it; else only if going directly costs no more than going to the newest
+    one that the head lists now: a version that nobody lists may vanish at any moment.
+
+    Args:
+        wanted: The version wanted.
+        versions: What the head retains.
+        held: What is on this disk, by manifest.
+        direct_bytes: What the network must carry for it if nothing else is obtained before.
+    """
+    newest = max(versions, key=lambda ref: ref.version, default=wanted)
+    if newest.version <= wanted.version or any(ref == wanted for ref in versions):
+        return True
+    fresh = find_route(newest, versions, held, expected_bytes(newest, held))
+    return direct_bytes <= fresh.bytes
+
+
 def _best(
     wanted: VersionRef,
     versions: Sequence[VersionRef],

@@ -25,7 +25,7 @@ from shardcast.errors import (
     WithdrawnError,
     WrongRunError,
 )
-from shardcast.protocol.clock import describe_clock
+from shardcast.protocol.clock import describe_clock, describe_span
 from shardcast.protocol.digest import digest_of
 from shardcast.protocol.documents import (
     Digest,
@@ -351,8 +351,8 @@ def require_fresh(accepted: Accepted, now_ms: int, clock_error_ms: int = 0) -> N
         return
     head = accepted.head
     what = (
-        f"head {head.sequence} of run {head.run!r} expired {accepted.expired_ms / 3_600_000:.1f} "
-        f"hours ago (expires_at {head.expires_at}, this machine's clock {now_ms})"
+        f"head {head.sequence} of run {head.run!r} expired {describe_span(now_ms - head.expires_at)} "
+        f"ago (expires_at {head.expires_at}, this machine's clock {now_ms})"
     )
     if now_ms - clock_error_ms <= head.expires_at + SKEW_MS:
         raise ClockError(f"{what}, but {describe_clock(clock_error_ms)}: set it right")

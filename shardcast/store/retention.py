@@ -113,7 +113,12 @@ class Collected:
 
 
 def collect(
-    run: RunStore, evict: Iterable[int], *, dry_run: bool = False, spare_within: int | None = None
+    run: RunStore,
+    evict: Iterable[int],
+    *,
+    dry_run: bool = False,
+    spare_within: int | None = None,
+    keep: Collection[str] = (),
 ) -> Collected:
     """Evict versions, then remove documents and delta blobs that nothing names any more.
 
@@ -126,11 +131,14 @@ def collect(
         dry_run: Only say what would be removed.
         spare_within: Files of evicted versions become spares if no more than so many versions
             stay (``RunStore.evict``); None drops all spares.
+        keep: Documents and delta blobs that stay although nothing on disk names them.
 
     Raises:
         ShardcastError: If the head cannot be read; nothing is removed then.
     """
     referenced_documents(run)  # raises before anything is removed
+    # Listed before it is asked what is named: what comes later, with its head, is not looked at.
+    here = run.blobs()
     gone: list[int] = []
     busy: list[int] = []
     freed = 0
@@ -143,7 +151,7 @@ def collect(
         else:
             busy.append(number)
     named = referenced_documents(run, without=gone)
-    blobs = [digest for digest in run.blobs() if digest not in named]
+    blobs = [digest for digest in here if digest not in named and digest not in keep]
     for digest in blobs:
         try:
             freed += run.blob_path(digest).stat().st_size

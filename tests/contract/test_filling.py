@@ -4,17 +4,19 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from relay import routes
 from relay.config import Prefetch
 from relay.targets import ShardTarget
 from shardcast.protocol.digest import digest_of
 from shardcast.protocol.limits import HELD_BACK_BYTES
 from tests.contract.made import SHARD, MadeVersion, make_head, make_version, noise
-from tests.contract.relays import config, path_of, running, wait_head, wait_ready
+from tests.contract.relays import QUICK, config, path_of, running, wait_head, wait_ready
 from tests.contract.scripted import Pause, ScriptedParent, etag, refuses, sends, start_of
 from tests.contract.wire_client import Wire, eventually, http
 
@@ -268,6 +270,25 @@ async def test_a_parent_that_has_not_got_it_yet_is_asked_again(tmp_path: Path) -
     async with tree(tmp_path) as (parent, url):
         parent.script(BIG, refuses(404), refuses(503, "0"), refuses(404))
         assert (await http(url, path_of(BIG))).body == DATA
+
+
+async def test_news_ends_the_pause_of_a_blob_that_the_parent_did_not_know(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A parent that hears of a version a moment later is asked again then, and not after its pause."""
+    monkeypatch.setattr(routes, "PAUSE_CAP_S", 1e6)
+    known = {digest: VERSION.blobs[digest] for digest in VERSION.shards[:2]}
+    net = replace(QUICK, backoff_first_s=1e5, backoff_cap_s=1e5)
+    async with tree(tmp_path, net=net) as (parent, url):
+        for digest in known:
+            del parent.blobs[digest]
+        asking = [asyncio.create_task(http(url, path_of(digest))) for digest in known]
+        await eventually(lambda: parent.count(known) == 2)
+        parent.blobs.update(known)
+        parent.serve(make_head(VERSION))
+        answers = await asyncio.gather(*asking)
+        assert [answer.status for answer in answers] == [200, 200]
+        assert parent.count(known) == 4
 
 
 async def test_no_parent_has_it_gives_503_with_retry_after(tmp_path: Path) -> None:

@@ -1,13 +1,19 @@
 """A version that streams: its parts are listed while its shards arrive."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import msgspec
+
+from relay.config import Prefetch
+from shardcast.protocol.delta import decode_delta_part
 from shardcast.protocol.digest import digest_of
-from shardcast.protocol.head import OpenRef
+from shardcast.protocol.head import OpenDeltaRef, OpenRef
 from shardcast.protocol.layout import encode_part
-from tests.contract.made import RUN, SHARD, make_head, make_version, noise
-from tests.contract.relays import config, running, wait_head, wait_ready
-from tests.contract.scripted import ScriptedParent
+from tests.contract.made import RUN, SHARD, MadeVersion, make_head, make_version, noise
+from tests.contract.relays import QUICK, config, limits, running, wait_head, wait_ready
+from tests.contract.scripted import Pause, ScriptedParent
 from tests.contract.test_publishing import TOKEN, Origin, files_of, settings
 from tests.contract.wire_client import eventually, http
 
@@ -112,3 +118,46 @@ async def test_a_part_that_lied_while_the_version_was_open_is_corrected_when_it_
         assert committed.read_bytes() == VERSION.files["a"]
         assert await status(url, digest_of(wrong)) == 404
         assert await status(url, VERSION.shards[1]) == 200
+
+
+def delta_blob(version: MadeVersion) -> str:
+    """The one blob of a version's one delta."""
+    (part,) = version.ref.deltas[0].parts
+    (blob,) = decode_delta_part(version.blobs[part]).blobs
+    return blob.digest
+
+
+async def test_the_delta_of_an_open_version_waits_for_no_older_one(tmp_path: Path) -> None:
+    """One that does not come keeps one slot, however many heads come meanwhile, and nothing else."""
+    old = make_version(1, deltas=[noise(100_000, 5)])
+    new = make_version(2, dict(VERSION.files), deltas=[noise(5000, 9)])
+    coming = OpenDeltaRef(base=None, base_version=None, parts=new.ref.deltas[0].parts)
+    stuck = Pause(10)
+    parent = ScriptedParent()
+    parent.script(delta_blob(old), stuck)
+    parent.serve(make_head(old), old)
+    patient = replace(QUICK, read_timeout_s=60.0)
+    options: dict[str, Any] = {
+        "prefetch": Prefetch.DELTAS,
+        "net": patient,
+        "limits": limits(prefetch_fills=2),
+    }
+    async with parent.running(), running(config(tmp_path / "r", parent.url, **options)) as url:
+        await stuck.reached.wait()
+        for part in ([], list(PARTS)[:1]):
+            parent.serve(make_head(old, opened=opened(*part)), VERSION)
+            parent.blobs.update(PARTS)
+            await eventually(lambda: parent.count(VERSION.layout) == 1)
+            await eventually(lambda part=part: parent.count(part) == len(part))
+        last = replace_deltas(opened(FIRST), coming)
+        parent.serve(make_head(old, opened=last), new)
+        await eventually(lambda: parent.count(delta_blob(new)) == 1)
+        assert not stuck.go.is_set()
+        assert await status(url, delta_blob(new)) == 200
+        stuck.go.set()
+        assert await status(url, delta_blob(old)) == 200
+    assert parent.count(delta_blob(old)) == 1
+
+
+def replace_deltas(opened: OpenRef, *deltas: OpenDeltaRef) -> OpenRef:
+    return msgspec.structs.replace(opened, deltas=list(deltas))

@@ -144,5 +144,9 @@ async def test_a_disk_full_of_everything_heals(tmp_path: Path, run: FakeRun) -> 
                 what="somebody says that the disk is full",
             )
             assert_version(disk / "out", published(run), 1)
+            (told, *_) = follower.log.of(EventKind.ERROR)
+            assert told.source is not None
+            assert Path(told.source).is_relative_to(disk)  # not the source that it came from
+            assert not follower.log.of(EventKind.SOURCE)
             ballast.unlink()
             await follower.reaches(2)

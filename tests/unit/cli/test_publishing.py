@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 
-from shardcast import publisher
+from shardcast import announcing, publisher
 from shardcast.cli.output import EVENT_MEMBERS
+from shardcast.cli.xdg import remote_memory
 from shardcast.publishing import Published, PublishOptions
 from shardcast.store.roles import Role, claim_role, role_of
+from shardcast.store.run import RunStore
 from shardcast.streaming import Pace
 from tests.models import make_model, step, write_model
 from tests.unit.cli.conftest import Cli
@@ -438,6 +440,29 @@ def test_withdraw_and_hold_need_run_and_key(cli: Cli, store: Path, tmp_path: Pat
     ran = cli("hold", "policy", "--store", store)
     assert ran.code == 2
     assert "--key FILE" in ran.stderr
+
+
+@pytest.mark.parametrize("command", [("withdraw", "policy", 1), ("hold", "policy")])
+@pytest.mark.parametrize("remote", [False, True])
+def test_withdraw_and_hold_say_which_publisher_they_wait_for(
+    cli: Cli,
+    store: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: tuple[object, ...],
+    *,
+    remote: bool,
+) -> None:
+    monkeypatch.setattr(announcing, "LOCK_WAIT_S", 0.0)
+    token = tmp_path / "token"
+    token.write_text("a-token-that-is-long-enough")
+    url = "http://127.0.0.1:1"
+    where = ("--to", url, "--token-file", token) if remote else ("--store", store)
+    memory = RunStore(remote_memory(url, "policy") if remote else store / "policy", "policy")
+    with memory.lock("publish"):
+        ran = cli(*command, *where)
+    assert ran.code == 2
+    assert f"process {os.getpid()}; waiting for it" in ran.stderr
 
 
 # --- inspect ----------------------------------------------------------------------------------

@@ -76,13 +76,16 @@ def step_delta(number: int) -> Delta:
 class SlowWorker:
     """Fetches what the plan says, at the link's rate, and switches as the rule says.
 
-    `reached` is (minute, version) of every version that became complete; `carried` all bytes.
+    `reached` is (minute, version) of every version that became complete; `carried` all bytes. Where
+    sources keep so many versions only (`kept`), one that left is given up for the newest (`gone`).
     """
 
     rule: Rule
     deltas: bool
     changed: int = SHARDS
     rate: float = BYTES_PER_MIN
+    kept: int | None = None
+    gone: int = 0
     verified: dict[int, set[int]] = field(default_factory=dict)
     versions: dict[int, Version] = field(default_factory=dict)
     reached: list[tuple[float, int]] = field(default_factory=list)
@@ -114,6 +117,10 @@ class SlowWorker:
 
     def _announced(self, newest: int) -> None:
         if self.target is None:
+            self.target = newest
+            return
+        if self.kept is not None and self.target <= newest - self.kept:
+            self.gone += 1
             self.target = newest
             return
         left, fresh = self.plan(self.target).fetch_bytes, self.plan(newest).fetch_bytes
@@ -182,6 +189,21 @@ def test_always_switching_never_reaches_any() -> None:
     worker = SlowWorker(always, deltas=False)
     worker.run(MINUTES, EVERY_5)
     assert worker.reached == []
+
+
+def test_where_nobody_keeps_what_leaves_the_head_deltas_lead_to_one_all_the_same() -> None:
+    """It stays with the head, so what it fetches never leaves; nothing is begun anew."""
+    worker = SlowWorker(worth_switching, deltas=True, kept=4)
+    worker.run(2 * COPY_MIN, EVERY_5)
+    assert worker.gone == 0
+    assert worker.reached[0][0] <= COPY_MIN * 1.05 + INTERVAL_MIN
+
+
+def test_without_deltas_none_is_reached_where_nobody_keeps_it() -> None:
+    """What relays keep versions for."""
+    worker = SlowWorker(worth_switching, deltas=False, kept=4)
+    worker.run(2 * COPY_MIN, EVERY_5)
+    assert (worker.reached, worker.gone > 0) == ([], True)
 
 
 def test_shards_of_unfinished_versions_carry_over() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardcast.protocol.head import DeltaRef, VersionRef
-from shardcast.protocol.route import Held, find_route
+from shardcast.protocol.route import Held, find_route, still_nearest
 
 FULL = 62_000_000_000
 
@@ -134,3 +134,22 @@ def test_an_empty_version_costs_nothing() -> None:
 def test_a_chain_with_a_step_missing_is_none() -> None:
     refs = [version(4, {3: 10}), version(3, {}), version(2, {1: 10})]
     assert numbers(refs, 4, holding(1), FULL) == [4]
+
+
+@pytest.mark.parametrize(
+    ("listed", "held", "direct", "goes_on"),
+    [
+        ((12, 11, 10), holding(8), FULL, True),  # the head lists it
+        ((14, 13, 12), holding(8), FULL, False),  # a skip delta leads from 8 to 12, and on
+        ((14, 13, 12), {}, FULL, True),  # the newest one costs a copy, too
+        ((14, 13, 12), holding(8), SINGLE, True),  # it is nearly here
+        ((10, 9), holding(8), FULL, True),  # nothing newer is known
+        ((), holding(8), FULL, True),
+    ],
+)
+def test_whether_to_go_on_when_the_way_is_cut_off(
+    listed: tuple[int, ...], held: dict[str, Held], direct: int, goes_on: bool
+) -> None:
+    refs = {ref.version: ref for ref in run()}
+    versions = [refs[number] for number in listed]
+    assert still_nearest(refs[11], versions, held, direct) is goes_on

@@ -125,12 +125,13 @@ def test_freeze() -> None:
         accepted = accept(PINNED, data, now)
         assert not accepted.expired
         require_fresh(accepted, now)
-    late = NOW + 1000 + SKEW + 3_600_000
-    accepted = accept(PINNED, data, late)
-    assert accepted.expired
-    assert accepted.expired_ms == 3_600_000
-    with pytest.raises(ExpiredError, match=f"expired 1.0 hours ago.*this machine's clock {late}"):
-        require_fresh(accepted, late)
+    for after, said in ((SKEW + 3_600_000, "1.1 hours"), (SKEW + 1, "5.0 minutes")):
+        late = NOW + 1000 + after
+        accepted = accept(PINNED, data, late)
+        assert accepted.expired
+        assert accepted.expired_ms == after - SKEW
+        with pytest.raises(ExpiredError, match=f"expired {said} ago.*this machine's clock {late}"):
+            require_fresh(accepted, late)
     assert require_version(head(version=1, versions=[ref(1)]), None).version == 1
 
 

@@ -134,8 +134,8 @@ def test_delta_blobs_become_known_by_their_parts_and_go_with_them() -> None:
     learn_all(catalog, version)
     blobs = [blob.digest for blob in decode_delta_part(version.blobs[part]).blobs]
     assert [catalog.find(digest) for digest in blobs] == [
-        DataBlob(blobs[0], 100),
-        DataBlob(blobs[1], 200),
+        DataBlob(blobs[0], 100, 1),
+        DataBlob(blobs[1], 200, 1),
     ]
     assert plain.ref.manifest == version.ref.manifest
     catalog.set_head(head_of(plain))

@@ -17,7 +17,7 @@ async def test_leftovers_are_looked_for_without_a_new_head(
 ) -> None:
     looks: list[tuple[int, ...]] = []
 
-    def collected(store: RunStore, numbers: tuple[int, ...]) -> Any:
+    def collected(store: RunStore, numbers: tuple[int, ...], *, keep: frozenset[str]) -> Any:
         looks.append(tuple(numbers))
         return SimpleNamespace(versions=())
 

@@ -1,7 +1,10 @@
 """Reading what is on disk again: the pace, in virtual time, and what is read."""
 
 import asyncio
+import logging
+import os
 import random
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -187,6 +190,63 @@ async def test_what_is_being_written_or_evicted_is_left_alone(
     await scrubber.read_all()
     assert scrubber.report()["damaged"] == 0
     other.close()
+
+
+@pytest.mark.parametrize("lacking", [False, True])
+async def test_a_version_that_its_publisher_evicts_underneath_is_no_error(
+    run: RunStore, sample: Sample, caplog: pytest.LogCaptureFixture, lacking: bool
+) -> None:
+    """The scrubber still has its directory open, so that the lease can be had."""
+    time = Time()
+    sample.fill(run)
+    stored = run.commit(1)
+    if lacking:
+        stored.discard(2, "a test")
+    shared = node(time, stored, store=run)
+    publisher = RunStore(run.root, "test")
+    looked = 0
+
+    async def sleep(seconds: float) -> None:
+        nonlocal looked
+        looked += 1
+        if looked == 1:
+            assert publisher.evict(1)
+        await time.sleep(seconds)
+
+    scrubber = Scrubber(shared, sleep=sleep, rng=Fixed(0.0))
+    with stored._directory._handle.use():
+        caplog.clear()
+        await scrubber.read_all()
+        assert looked >= 1
+        # Between two shards it is seen; within one, only by what the disk says.
+        assert await scrubber._shard(shared.runs["test"], stored, 0)
+        await scrubber._recall(shared.runs["test"], stored)
+    assert [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR] == []
+    assert scrubber.report()["damaged"] == 0
+    publisher.close()
+
+
+async def test_a_blob_that_its_publisher_removes_underneath_is_no_error(
+    run: RunStore,
+    sample: Sample,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sample.fill(run)
+    time = Time()
+    shared = node(time, store=run)
+    real = os.open
+
+    def removed(path: Any, *arguments: Any, **options: Any) -> int:
+        if Path(path).parent == run.blob_path("0" * 64).parent:
+            os.unlink(path)  # after it was listed
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr("relay.shelf.os.open", removed)
+    scrubber = Scrubber(shared, sleep=time.sleep)
+    await scrubber.read_all()
+    assert scrubber.report()["damaged"] == 0
+    assert [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR] == []
 
 
 async def test_a_shard_that_cannot_be_read_counts_as_damaged(

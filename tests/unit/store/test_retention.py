@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shardcast.errors import ShardcastError
+from shardcast.protocol.envelope import seal
+from shardcast.protocol.head import Head, encode_head
+from shardcast.protocol.succession import Issue, with_version
 from shardcast.store.retention import (
     Held,
     Keep,
@@ -15,6 +23,7 @@ from shardcast.store.retention import (
     unreachable_versions,
 )
 from shardcast.store.run import RunStore
+from tests.fakes import new_signer
 from tests.unit.store.conftest import Sample, make_sample
 
 
@@ -73,3 +82,67 @@ def test_documents_of_what_is_gone_go_too(run: RunStore, sample: Sample) -> None
     assert done.blobs == 3
     assert done.bytes == sum(map(len, sample.blobs.values())) + sample.ref.bytes
     assert set(run.blobs()) == set(other.version.documents)
+
+
+@pytest.mark.parametrize(
+    "method", ["read_head", "read_blob", "committed", "stored", "blobs", "evict"]
+)
+def test_what_comes_during_a_collection_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """A relay takes heads and their documents while it collects in another thread."""
+    old, kept, new = make_sample(1), make_sample(2), make_sample(3)
+    for moment in count(1):
+        run = RunStore(tmp_path / str(moment), "test")
+        for each in (old, kept):
+            each.fill(run)
+            run.commit(each.version.number)
+        run.write_head(_head_of(kept))
+        come = partial(_announced, run, new, kept)
+        calls = _after(monkeypatch, run, method, moment, come)
+        collect(run, [1])
+        monkeypatch.undo()
+        if calls() < moment:
+            break
+        assert set(new.blobs) <= set(run.blobs())
+        assert not set(old.blobs) & set(run.blobs())
+    assert moment > 1
+
+
+def _announced(run: RunStore, *samples: Sample) -> None:
+    run.write_head(_head_of(*samples))
+    for digest in samples[0].version.documents:  # what names others comes first
+        run.write_blob(digest, samples[0].blobs[digest])
+
+
+def _after(
+    monkeypatch: pytest.MonkeyPatch,
+    run: RunStore,
+    method: str,
+    moment: int,
+    action: Callable[[], None],
+) -> Callable[[], int]:
+    """Do something right after a method's call of that number; return what counts its calls."""
+    real: Callable[..., object] = getattr(run, method)
+    calls = 0
+
+    def called(*args: object, **options: object) -> object:
+        nonlocal calls
+        answer = real(*args, **options)
+        calls += 1
+        if calls == moment:
+            action()
+        return answer
+
+    monkeypatch.setattr(run, method, called)
+    return lambda: calls
+
+
+def _head_of(*newest_first: Sample) -> bytes:
+    signer = new_signer()
+    issue = Issue(run="test", now_ms=1, keys=(signer.public_key,), expiry_ms=1)
+    head: Head | None = None
+    for each in reversed(newest_first):
+        head = with_version(head, issue, each.ref, keep=4)
+    assert head is not None
+    return seal(encode_head(head), [signer])
