@@ -19,7 +19,9 @@ PROBE = Path(__file__).with_name("import_probe.py")
 PACKAGES = ("shardcast", "relay", "trainer_adapter")
 
 # The rim: modules that may load torch or vllm, and that may be impossible to import without them.
-RIM = frozenset(f"trainer_adapter.vllm.{name}" for name in ("loader", "reload", "shadow", "transfer"))
+RIM = frozenset(
+    f"trainer_adapter.vllm.{name}" for name in ("loader", "reload", "shadow", "transfer")
+)
 
 ENGINES = frozenset({"torch", "vllm"})
 HEAVY = ENGINES | {"aiohttp", "asyncio", "numpy", "prometheus_client", "rich", "typer"}
