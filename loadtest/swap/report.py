@@ -130,8 +130,8 @@ def _conditions(report: Mapping[str, Any]) -> str:
         [
             "## Conditions",
             "",
-            f"- {machine['cpu']}, {machine['cores']} cores, Linux {machine['kernel']}, "
-            f"Python {machine['python']}, files on {machine['file_system']}",
+            f"- {machine['cpu']}, {machine['cores']} cores, Linux {machine['kernel']}",
+            f"- Python {machine['python']}, files on {machine['file_system']}",
             f"- load average (1 min) from begin to end: {loads}",
             f"- {report['seconds']:.0f} s in all, {report['conditions']['repeats']} rounds",
             f"- variables of vLLM's environment: {report['conditions']['variables'] or 'none'}",

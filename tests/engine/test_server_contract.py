@@ -44,7 +44,7 @@ class Shared:
         for seed in (1, 2, 3):
             made = out.model(KIND, DTYPE, seed)
             path = Path(made.path)
-            self.versions[seed] = Target(RUN, made.version, made.digest, path, made.version)
+            self.versions[seed] = Target(RUN, made.version, made.digest, path, made.step)
             self.scores[seed] = prompt_logprobs(opened(path), TOKENS)
         assert [one.version for one in self.versions.values()] == [1, 2, 3]
         self.server = self.start()
