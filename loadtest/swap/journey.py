@@ -52,7 +52,9 @@ def measure_journeys(bench: Bench) -> tuple[dict[str, Any], dict[str, Any]]:
 def _journey(bench: Bench, agent: Worker, checkpoint: Path, *options: str) -> dict[str, Any]:
     with bench.clients() as clients:
         clients.watch(0, tokens=20)
-        published = bench.tree.publish(checkpoint, *options, timeout=TIMEOUT_S)
+        published = bench.tree.publish(
+            checkpoint, "--durability", "none", *options, timeout=TIMEOUT_S
+        )
         version = published.version
 
         def event(kind: str) -> dict[str, Any]:
