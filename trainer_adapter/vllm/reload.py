@@ -25,7 +25,6 @@ from typing import Any, Final
 import torch
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
-    UnquantizedEmbeddingMethod,
     VocabParallelEmbedding,
 )
 from vllm.model_executor.model_loader.reload import layerwise
@@ -143,7 +142,6 @@ class Model:
         if self._device.type == "cpu":
             _forget_expert_kernels(self._model)
         layerwise.initialize_layerwise_reload(self._model)
-        _load_where_they_lie(self._plain_embeddings())
         _expect_nothing([*heads, *_without_weights(self._model)])
         self._model.load_weights(tensors)
         layerwise.finalize_layerwise_reload(self._model, self._config)
@@ -156,18 +154,6 @@ class Model:
             raise RuntimeError(f"{len(left)} parameters were not loaded, among them {left[0]}")
         if self._device.type != "cpu":
             torch.accelerator.synchronize()
-
-    def _plain_embeddings(self) -> Iterator[torch.nn.Module]:
-        """Yield input embeddings that no logits are computed with."""
-        tied = getattr(self._config.hf_config, "tie_word_embeddings", True)
-        for name, module in self._model.named_modules():
-            if (
-                isinstance(module, VocabParallelEmbedding)
-                and not isinstance(module, ParallelLMHead)
-                and isinstance(module.quant_method, UnquantizedEmbeddingMethod)
-                and (name in self._heads.values() or not tied)
-            ):
-                yield module
 
     def unwind(self) -> None:
         """Take the model off the meta device and forget what was half loaded.
@@ -231,20 +217,6 @@ def _check_tied(
             f"{of_head[0]} differs from {of_embedding[0]}, but the engine was started with the "
             "two tied: restart it with this version"
         )
-
-
-def _load_where_they_lie(embeddings: Iterable[torch.nn.Module]) -> None:
-    """Have rows of embeddings copied straight to where they are looked up.
-
-    vLLM would load them into new memory, pack them for a multiplication on CPUs, and copy them then:
-    most of the pause of a small model. What multiplies with them after all takes them as they are.
-    """
-    for layer in embeddings:
-        info = layerwise.get_layerwise_info(layer)
-        layerwise._place_kernel_tensors(layer, info)
-        info.reset()
-        if "cpu_linear" in layer.__dict__:
-            layer.cpu_linear = torch.nn.functional.linear
 
 
 def _expect_nothing(layers: list[torch.nn.Module]) -> None:
