@@ -86,12 +86,12 @@ class WorkerView:
         if event.bytes_delta is not None:
             members["bytes_delta"] = event.bytes_delta
             members["via"] = list(event.via)
+            members["bytes_ahead"] = event.bytes_ahead
         if event.engine is not None:
             members["engine"] = event.engine
         if kind == "activated":
             members["pause_ms"] = event.pause_ms
             members |= {} if event.model is None else {"model": event.model}
-            members["bytes_ahead"] = event.bytes_ahead
         if event.error is not None:
             members |= {"code": event.error.code, "message": event.error.message}
         if event.error is not None or event.source is not None:
