@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import shutil
 import signal
@@ -42,7 +43,7 @@ def listening(*families: socket.AddressFamily) -> Iterator[list[socket.socket]]:
         sock = socket.socket(family)
         sock.bind(("::1" if family == socket.AF_INET6 else "127.0.0.1", 0))
         sock.listen()
-        high = os.dup2(sock.fileno(), 100 + len(sockets), inheritable=True)
+        high = fcntl.fcntl(sock.fileno(), fcntl.F_DUPFD, 100)
         sock.close()
         sockets.append(socket.socket(fileno=high))
     try:
