@@ -74,7 +74,7 @@ $(ENGINE_STAMP): $(BUILD_INPUTS) tests/engine/install.sh
 engine: $(ENGINE_STAMP)
 
 test-engine: $(ENGINE_STAMP)
-	SHARDCAST_ENGINE_TESTS=1 $(ENGINE_VENV)/bin/python -m pytest --timeout 300 $(if $(ARGS),$(ARGS),tests/engine)
+	SHARDCAST_ENGINE_TESTS=1 $(ENGINE_VENV)/bin/python -m $(if $(ARGS),pytest --timeout 300 $(ARGS),tests.engine)
 
 coverage:
 	@$(MAKE) --no-print-directory test COVERAGE=1
