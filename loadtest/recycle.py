@@ -59,7 +59,7 @@ def publish(tree: Tree, run: str, checkpoint: Path) -> Event:
     """Publish a checkpoint as the next version of a run; return the `published` event."""
     argv = shardcast(
         "publish", checkpoint, "--run", run, "--store", tree.store,
-        "--key", tree.keys / "shardcast.key", "--link", "--json",
+        "--key", tree.keys / "shardcast.key", "--link", "--no-stream", "--json",
     )  # fmt: skip
     process = tree.processes.run(argv, name=f"publish-{run}", timeout=COMMAND_TIMEOUT_S)
     return process.wait_event("published", timeout=COMMAND_TIMEOUT_S)

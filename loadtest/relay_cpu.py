@@ -19,6 +19,9 @@ from loadtest.scenario import GB, Check, Report, Settings, Size, main, need
 from loadtest.topology import Tree
 
 RATIO = 1.2
+# A quick run has few samples, and spread from 1.05 to 1.3 with the host's other work, the same
+# program measured again and again: it catches what doubles the overhead. A full run holds RATIO.
+QUICK_RATIO = 1.35
 CONNECTIONS = 8
 PASSES = 2  # per sample: 10 ms ticks must be small beside it
 
@@ -58,8 +61,9 @@ def measure(settings: Settings) -> Report:
             if not warm:  # the first pass verifies, opens and caches
                 ours.append(sample)
                 theirs.append(other)
+    limit = QUICK_RATIO if settings.quick else RATIO
     return Report(
-        checks=[Check("relay_cpu_vs_nginx", median_ratio(ours, theirs), RATIO, "ratio")],
+        checks=[Check("relay_cpu_vs_nginx", median_ratio(ours, theirs), limit, "ratio")],
         samples={"relay_cpu_s_per_gb": ours, "nginx_cpu_s_per_gb": theirs},
         conditions={
             "connections": CONNECTIONS,
