@@ -13,8 +13,9 @@ from shardcast.errors import GoneError, NetworkError, SourceStatusError
 from shardcast.events import EventKind
 from shardcast.fetch import MemorySink, Transfer
 from shardcast.protocol.digest import digest_of
+from shardcast.protocol.head import Head
 from shardcast.schedule import Finished, Flight, Job, Schedule, Wait
-from tests.deltas import checkpoint, publish, stepped
+from tests.deltas import MadeDelta, checkpoint, publish, stepped
 from tests.fakes import Action, FakeRun, Request, RunServer, Until, response
 from tests.unit.worker.conftest import QUICK
 from tests.unit.worker.test_follow import Following
@@ -152,6 +153,18 @@ def only_in(run: FakeRun, *numbers: int) -> set[str]:
     return mine - others
 
 
+def three_more_steps(run: FakeRun) -> tuple[Head, dict[int, MadeDelta]]:
+    """Publish versions 2 to 4, a delta from each to the next; nobody hears of them before all are there."""
+    made = {}
+    with run.changed:
+        kept = run.envelope
+        for number in (2, 3, 4):
+            _, (made[number],) = publish(run, stepped(run.files[number - 1], number), number - 1)
+        chain, run.envelope = run.head, kept
+    assert chain is not None
+    return chain, made
+
+
 async def test_the_last_one_on_the_way_will_do_and_leads_on(
     tmp_path: Path, run: FakeRun, started: list[Following]
 ) -> None:
@@ -160,15 +173,7 @@ async def test_the_last_one_on_the_way_will_do_and_leads_on(
         following = Following(tmp_path / "out", run, server, config=PATIENT)
         started.append(following)
         assert (await following.update()).version == 1
-        made = {}
-        with run.changed:
-            kept = run.envelope
-            for number in (2, 3, 4):
-                _, (made[number],) = publish(
-                    run, stepped(run.files[number - 1], number), number - 1
-                )
-            chain, run.envelope = run.head, kept  # heard of all at once
-        assert chain is not None
+        chain, made = three_more_steps(run)
         gone = {*made[3].blobs, *made[4].blobs}
 
         leaving, told = threading.Lock(), threading.Event()
@@ -210,15 +215,7 @@ async def test_a_way_is_looked_for_anew_while_the_target_is_listed(
         following = Following(tmp_path / "out", run, server, config=PATIENT)
         started.append(following)
         assert (await following.update()).version == 1
-        made = {}
-        with run.changed:
-            kept = run.envelope
-            for number in (2, 3, 4):
-                _, (made[number],) = publish(
-                    run, stepped(run.files[number - 1], number), number - 1
-                )
-            chain, run.envelope = run.head, kept
-        assert chain is not None
+        chain, made = three_more_steps(run)
         gone, leaving = {*made[2].blobs}, threading.Lock()
 
         def leave(request: Request, data: bytes) -> Iterable[Action] | None:
