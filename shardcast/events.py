@@ -23,6 +23,10 @@ class EventKind(enum.StrEnum):
         STARTED: Work on a version began: ``bytes_total`` in all, ``bytes_done`` here already.
         PROGRESS: ``bytes_done`` of ``bytes_total`` are verified.
         DAMAGED: Bytes on this disk were not what they should be; they are fetched again.
+        REPAIRED: A committed version was damaged on this disk, under those who use it, and is whole
+            again: ``bytes_fetched`` came for that.
+        INTACT: An engine (``engine``) called a version damaged, or could not read it, and every byte of
+            it is right on this disk; ``error`` says what to look at.
         DELTA_FAILED: A delta did not bring some shards of a version, which come plainly; ``error``
             says which and why: the publisher's frame, this disk, or the sources.
         SUPERSEDED: Work on a version was dropped for a newer one.
@@ -45,6 +49,8 @@ class EventKind(enum.StrEnum):
     STARTED = "started"
     PROGRESS = "progress"
     DAMAGED = "damaged"
+    REPAIRED = "repaired"
+    INTACT = "intact"
     DELTA_FAILED = "delta_failed"
     SUPERSEDED = "superseded"
     READY = "ready"

@@ -23,6 +23,7 @@ from shardcast.protocol.manifest import Version
 from shardcast.protocol.plan import Delta, Holding, Plan, network_share, plan_version
 from shardcast.rebuilding import DeltaFailure, Rebuilding
 from shardcast.store.files import disk_errors
+from shardcast.store.renewing import has_other_size
 from shardcast.store.run import RunStore
 from shardcast.store.stored import ShardState, StoredVersion
 from shardcast.store.version_files import make_files
@@ -145,8 +146,13 @@ class Obtainer:
     ) -> None:
         if found:
             self._confirm(stored)
+        renewed: set[int] = set()
         for _ in range(_ROUNDS):
             done = stored.present()
+            if stored.committed:
+                lacking = {version.layout.extent(shard).file for shard in stored.missing()}
+                self._renew(stored, lacking - renewed)
+                renewed |= lacking
             self._shards.count_done(stored, done)
             holdings = [_holding(source) for source in sources]
             plan = plan_version(version, done, holdings, () if self.failures else deltas)
@@ -200,6 +206,9 @@ class Obtainer:
         elif stored.damaged is not None:
             error = IntegrityError(stored.damaged, source=str(stored.directory))
             self._damaged(Damage(number, str(stored.directory), error))
+        if stored.committed:
+            entries = enumerate(version.layout.files)
+            self._renew(stored, {n for n, e in entries if has_other_size(stored.directory, e)})
         self._with_room(version, stored.directory, sources)
         if stored.committed:
             stored.restore_files()
@@ -256,6 +265,12 @@ class Obtainer:
                 source.release_lease()
                 self._store.evict(source.version.number)
             make_files(version, directory)
+
+    def _renew(self, stored: StoredVersion, files: Collection[int]) -> None:
+        """Put copies in the place of files that are to be written to: engines may have them mapped."""
+        for file in sorted(files):
+            self._cancel.check()
+            stored.renew(file, self._store.temporary(f"file-{file}"))
 
     def _confirm(self, stored: StoredVersion) -> None:
         """Look at what the journal of an earlier process says is there.

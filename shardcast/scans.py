@@ -20,6 +20,7 @@ from shardcast.errors import DiskError
 from shardcast.hashing import default_threads
 from shardcast.protocol.digest import digest_of
 from shardcast.store.files import atomic_write
+from shardcast.store.renewing import is_unreadable
 from shardcast.store.run import RunStore
 from shardcast.store.stored import ShardState, StoredVersion
 
@@ -60,6 +61,33 @@ class Scans:
             self._confirm(stored, recorded, cancel)
             if stored.complete and stored.damaged is None:
                 self.remember(number)
+        return stored.complete and stored.damaged is None
+
+    def look_again(self, stored: StoredVersion, cancel: Cancel) -> bool:
+        """Hash all of a committed version, whatever was known of it; say whether it is whole.
+
+        Shards that are not good, and those that the system will not read, become missing.
+
+        Raises:
+            DiskError: If the system refuses for reasons of its own (out of descriptors).
+            TransferCancelledError: If it was cancelled.
+        """
+        stored.notice_changes()
+
+        def look(shard: int) -> None:
+            if cancel.cancelled:
+                return
+            try:
+                stored.look_again(shard)
+            except DiskError as error:
+                if not is_unreadable(error):
+                    raise
+                stored.discard(shard, f"it cannot be read: {error.message}")
+
+        with ThreadPoolExecutor(self._threads, thread_name_prefix="scan") as executor:
+            for _ in executor.map(look, sorted(stored.present())):
+                pass
+        cancel.check()
         return stored.complete and stored.damaged is None
 
     def remember(self, number: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, TypeVar
@@ -40,6 +40,7 @@ from shardcast.pulling import FetchPool
 from shardcast.scans import Scans
 from shardcast.source_set import SourceSet
 from shardcast.steps import gone
+from shardcast.store.renewing import Turn
 from shardcast.store.run import RunStore
 from shardcast.store.stored import StoredVersion
 from shardcast.upstream import HeadSource
@@ -70,6 +71,8 @@ class WorkerSession:
         keeper: Judges heads.
         sources: Where heads and blobs come from.
         activator: Commits and evicts.
+        scans: Remembers which versions are whole.
+        turn: Whose it is to change files of committed versions.
         emit: Takes events.
         fruitless: Whether the last try to obtain a version failed without one more verified shard.
     """
@@ -88,13 +91,14 @@ class WorkerSession:
         self.emit = emit
         self.sources = SourceSet(options, upstreams, keeper, emit)
         self.fruitless = False
-        self._scans = Scans(store, options.threads)
+        self.scans = Scans(store, options.threads)
+        self.turn = Turn()
         self._documents = threading.Lock()
         self._delta_documents = DeltaDocuments()
         self._delta_reports = DeltaReports(options.run, emit)
         self._ways = Ways(store, self._listed)
         self._effort = Effort(self._ways.ahead)
-        self.activator = Activator(options, store, keeper, self._scans, self._documents)
+        self.activator = Activator(options, store, keeper, self.scans, self._documents)
         self._ahead = Ahead(
             options,
             store,
@@ -102,7 +106,7 @@ class WorkerSession:
             self.sources,
             self._ways,
             (self._documents, self._delta_documents),
-            self._damaged,
+            self.damaged,
             self._delta_reports,
         )
 
@@ -171,12 +175,12 @@ class WorkerSession:
     def _obtain(self, ref: VersionRef, cancel: Cancel, *, exact: bool) -> Obtained:
         tally = Tally(total_bytes=ref.bytes)
         self.sources.doubt_the_unheard()
-        wanted = self._documents_of(ref, cancel, tally, exact=exact)
+        wanted = self.documents_of(ref, cancel, tally, exact=exact)
         pools: list[FetchPool] = []
 
         def new_obtainer(hop: VersionRef, tally: Tally, allowance: int | None) -> Obtainer:
             config = None if allowance is None else self._impatient()
-            listed = self._still_listed(hop, exact=exact and hop == ref)
+            listed = self.still_listed(hop, exact=exact and hop == ref)
 
             def pool() -> FetchPool:
                 pools.append(self.sources.pool(cancel, config, listed))
@@ -187,7 +191,7 @@ class WorkerSession:
                 pool,
                 cancel,
                 tally=tally,
-                damaged=self._damaged,
+                damaged=self.damaged,
                 threads=self.options.threads,
                 allowance=allowance,
             )
@@ -196,12 +200,16 @@ class WorkerSession:
             self.store,
             self._ways,
             new_obtainer,
-            lambda hop: self._documents_of(
+            lambda hop: self.documents_of(
                 hop, cancel, tally, self._impatient(), exact=exact and hop == ref
             ),
         )
         try:
-            with self._effort.on(wanted, tally, pools), self._progress(ref, tally, pools):
+            with (
+                self._turn_to_repair(ref.version, cancel),
+                self._effort.on(wanted, tally, pools),
+                self._progress(ref, tally, pools),
+            ):
                 arrived = journey.go(wanted, tally, exact=exact)
         finally:
             self._delta_reports.tell(journey.failures)
@@ -210,7 +218,12 @@ class WorkerSession:
         self._emit_ready(arrived, tally, ahead)
         return Obtained(arrived.ref, arrived.stored, tally.fetched_bytes + ahead.fetched_bytes)
 
-    def _still_listed(self, ref: VersionRef, *, exact: bool = False) -> Callable[[], bool]:
+    def _turn_to_repair(self, number: int, cancel: Cancel) -> AbstractContextManager[None]:
+        """Wait until nobody else changes committed versions, where that is about to be done."""
+        committed = self.store.version_directory(number).is_dir()
+        return self.turn.mine(cancel) if committed else nullcontext()
+
+    def still_listed(self, ref: VersionRef, *, exact: bool = False) -> Callable[[], bool]:
         """Return what says whether sources may come to have a version that they have not got."""
 
         def listed() -> bool:
@@ -238,7 +251,7 @@ class WorkerSession:
             )
         )
 
-    def _documents_of(
+    def documents_of(
         self,
         ref: VersionRef,
         cancel: Cancel,
@@ -247,7 +260,12 @@ class WorkerSession:
         *,
         exact: bool = False,
     ) -> Wanted:
-        listed = self._still_listed(ref, exact=exact)
+        """Return a version's documents and the deltas that lead to it; what is not here is fetched.
+
+        Raises:
+            ShardcastError: As ``DocumentFetcher.version``.
+        """
+        listed = self.still_listed(ref, exact=exact)
 
         def pool() -> FetchPool:
             return self.sources.document_pool(cancel, config, listed)
@@ -283,14 +301,15 @@ class WorkerSession:
     def _supersedes(self, newer: VersionRef, cancel: Cancel) -> bool:
         if not self._effort.under_way:
             return True  # not a byte of it has been asked for
-        return self._effort.switch_to(self._documents_of(newer, cancel, Tally()))
+        return self._effort.switch_to(self.documents_of(newer, cancel, Tally()))
 
     def _impatient(self) -> NetConfig:
         """Return the bounds for what the sources may well not have, and need not."""
         config = self.options.config
         return replace(config, give_up_after_s=min(config.give_up_after_s, 10.0))
 
-    def _damaged(self, damage: Damage) -> None:
+    def damaged(self, damage: Damage) -> None:
+        """Tell of bytes on this disk that are not what they should be."""
         self.emit(
             WorkerEvent(
                 kind=EventKind.DAMAGED,
@@ -375,11 +394,11 @@ class WorkerSession:
         return await self.in_thread(lambda cancel: self._whole(number, cancel))
 
     def _whole(self, number: int, cancel: Cancel) -> bool:
-        whole = self._scans.scan(number, cancel)
+        whole = self.scans.scan(number, cancel)
         stored = self.store.stored(number)
         if stored is not None and stored.damaged:
             error = IntegrityError(stored.damaged, source=str(stored.directory))
-            self._damaged(Damage(number, str(stored.directory), error))
+            self.damaged(Damage(number, str(stored.directory), error))
         return whole
 
     # --- plumbing ---------------------------------------------------------------------------

@@ -16,15 +16,15 @@ from __future__ import annotations
 import asyncio
 import queue
 import ssl
-from collections.abc import AsyncGenerator, Generator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardcast.cancel import Cancel
 from shardcast.choosing import choose, first_head, watching
 from shardcast.config import NetConfig
 from shardcast.deadline import Deadline
-from shardcast.errors import DiskError, UsageError
+from shardcast.errors import BusyError, DiskError, UsageError
 from shardcast.events import EventKind, Observer, WorkerEvent
 from shardcast.follow import Follower
 from shardcast.hooks import UpdateHook
@@ -38,19 +38,21 @@ from shardcast.joining import (
     open_worker,
     ref_of,
 )
+from shardcast.mending import Mender, Repaired
 from shardcast.protocol import trust
 from shardcast.protocol.digest import is_digest
 from shardcast.protocol.head import Head, VersionRef
 from shardcast.protocol.limits import MAX_DEPTH
 from shardcast.session import Obtained, WorkerSession
 from shardcast.store.locks import FileLock
-from shardcast.store.stored import Durability, StoredVersion
+from shardcast.store.stored import Durability
 from shardcast.worker_options import WorkerOptions
 
 __all__ = [
     "Durability",
     "EventKind",
     "Observer",
+    "Repaired",
     "Update",
     "UpdateHook",
     "Worker",
@@ -141,7 +143,7 @@ class Worker:
         )
         self._observer = observer
         self._following: WorkerSession | None = None
-        self._leads = False
+        self._mender: Mender | None = None
 
     @property
     def depth(self) -> int:
@@ -173,26 +175,31 @@ class Worker:
         path = Path(self.options.out.absolute(), "versions", stored.directory.name)
         return _update(Obtained(ref_of(stored, found[1]), stored, 0), path, self.head)
 
-    async def repair(self, version: int) -> None:
+    async def repair(self, version: int, manifest: str | None = None) -> Repaired:
         """While following: hash a committed version again, and fetch what is damaged of it.
 
-        Readers of its files only ever see right bytes take the place of wrong ones. Where another
-        process works on the directory, that one has to.
+        Its files get new ones in their place: whoever has an old one open or mapped keeps that as it
+        is. Also for a version that has left the head, as long as a source, or another version here,
+        has what is missing.
+
+        Args:
+            version: Its number.
+            manifest: Its manifest digest, where the caller knows: no other one will do then.
 
         Raises:
-            NetworkError, IntegrityError: If no source delivers what is missing.
+            BusyError: If another process works on the directory: that one has to.
+            NotFoundError: If there is no such version here.
+            NetworkError, IntegrityError: If no source delivers what is missing (GoneError: none has it
+                any more), or the disk damages it again at once.
             DiskError: If the system refuses.
         """
-        session = self._following
-        if session is None or not self._leads:
-            return
-        accepted, stored = session.keeper.accepted, session.store.stored(version)
-        ref = None if accepted is None else accepted.head.ref(version)
-        if ref is None or stored is None or not stored.committed:
-            return
-        await session.in_thread(lambda cancel: _look_again(stored, cancel))
-        if stored.damaged is not None:
-            await session.obtain(ref)
+        if self._mender is None:
+            raise BusyError(
+                f"version {version} is not repaired: this worker does not lead in {self.options.out}, "
+                "so the process that does has to; start that one again",
+                source=str(self.options.out),
+            )
+        return await self._mender.mend(version, manifest)
 
     # --- pull -------------------------------------------------------------------------------
 
@@ -346,13 +353,11 @@ class Worker:
                             await guest.follow(updated)
                         seen = guest.seen
                 async with open_worker(self.options, self._observer, leading=True) as session:
-                    self._following, self._leads = session, True
+                    self._following = session
                     follower = await self._lead(session, updated, seen, failures)
-                    self._leads = False
                 failures, rest_s = follower.failures, max(follower.rest_s, LEAST_REST_S)
                 lock.release()
         finally:
-            self._leads = False
             lock.release()
 
     async def _lead(
@@ -368,7 +373,7 @@ class Worker:
         current = await self._current(session)
         if current is not None:
             await self._finish(session, current, updated, seen)
-        async with watching(session) as task:
+        async with watching(session) as task, self._mending(session):
             follower = Follower(
                 session,
                 session.keeper,
@@ -389,6 +394,16 @@ class Worker:
                 if ended.done() and not ended.cancelled():
                     ended.result()  # the watcher only ends by an error
         return follower
+
+    @asynccontextmanager
+    async def _mending(self, session: WorkerSession) -> AsyncIterator[None]:
+        """Let versions be repaired while the block runs."""
+        self._mender = mender = Mender(session)
+        try:
+            yield
+        finally:
+            self._mender = None
+            await mender.close()
 
     async def _finish(
         self, session: WorkerSession, current: tuple[int, str], updated: Updated, seen: int | None
@@ -453,10 +468,3 @@ def _refuse_running_loop(instead: str) -> None:
     except RuntimeError:
         return
     raise UsageError(f"an event loop runs in this thread: use {instead}()")
-
-
-def _look_again(stored: StoredVersion, cancel: Cancel) -> None:
-    with stored.lease():
-        for shard in sorted(stored.present()):
-            cancel.check()
-            stored.look_again(shard)

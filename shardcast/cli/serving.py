@@ -35,7 +35,7 @@ async def serve_out(
     ready: Callable[[str], None],
     *,
     depth: Callable[[], int],
-    repair: Callable[[int], Awaitable[None]],
+    repair: Callable[[int], Awaitable[object]],
     scrub_rate_bytes_per_s: int = SCRUB_RATE,
 ) -> None:
     """Serve OUT until cancelled; then neighbours that are downloading get the rest.
@@ -94,7 +94,7 @@ async def serve_out(
         store.close()
 
 
-async def _repair(repair: Callable[[int], Awaitable[None]], number: int) -> None:
+async def _repair(repair: Callable[[int], Awaitable[object]], number: int) -> None:
     try:
         await repair(number)
     except ShardcastError as error:

@@ -67,6 +67,7 @@ ErrorCode = Literal[
     "too_large",  # 413: the body is over 64 KiB
     "busy",  # 409: another stage or activation runs
     "conflict",  # 409: one digest under two versions, or a path that is needed and not staged
+    "superseded",  # 409: given up because another version was asked for: nothing has failed
     "incompatible",  # 409: names, shapes or types are not those of the engine's model
     "integrity",  # 424: the bytes at the path are not those of the digest
     "unavailable",  # 424: the path or its store cannot be read
@@ -81,6 +82,7 @@ STATUS_OF: Final[dict[str, int]] = {
     "too_large": 413,
     "busy": 409,
     "conflict": 409,
+    "superseded": 409,
     "incompatible": 409,
     "integrity": 424,
     "unavailable": 424,

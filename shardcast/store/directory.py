@@ -107,7 +107,7 @@ class VersionDirectory:
         return stat.st_size, stat.st_mtime_ns, stat.st_ino
 
     def xxh3(self, path: str, offset: int, length: int) -> bytes | None:
-        """Return the xxh3 (128 bits) of a range of a file, None if that is gone or too short.
+        """Return the xxh3 (128 bits) of a range of a file, None if that is gone, a link or too short.
 
         Raises:
             DiskError: If the system cannot say what the bytes are (EIO, out of descriptors).
@@ -115,9 +115,13 @@ class VersionDirectory:
         hasher = xxhash.xxh3_128()
         with disk_errors(self.path / path, "reading"):
             try:
-                fd = self.open_file(path, os.O_RDONLY)
+                fd = self.open_file(path, os.O_RDONLY | os.O_NOFOLLOW)
             except (FileNotFoundError, NotADirectoryError):
                 return None
+            except OSError as error:
+                if error.errno == errno.ELOOP:
+                    return None
+                raise
             try:
                 buffer = memoryview(bytearray(min(COPY_CHUNK_BYTES, length)))
                 done = 0

@@ -338,7 +338,7 @@ class RunStore(RunRecords):
             for name in names_in(directory):
                 if name.startswith(_TRASH):
                     remove_tree(directory / name)
-        self._clean_version_state()
+        self.clean_version_state()
         for number in self.staged():
             if not self.state_path(number).exists() and self._is_stale(number):
                 self.evict(number)
@@ -357,7 +357,7 @@ class RunStore(RunRecords):
 
     # --- inner workings ---------------------------------------------------------------------
 
-    def _clean_version_state(self) -> None:
+    def clean_version_state(self) -> None:
         """Remove journals and descriptions whose version is gone.
 
         The order matters: a version's directory is there before its state, and moves from staging

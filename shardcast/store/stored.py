@@ -33,6 +33,7 @@ from shardcast.store.files import (
     require_space,
 )
 from shardcast.store.journal import ShardJournal
+from shardcast.store.renewing import renew
 from shardcast.store.version_files import forget_cached, has_data, make_files, unshare
 
 log = logging.getLogger("shardcast.store")
@@ -261,6 +262,33 @@ class StoredVersion:
             require_space(
                 self.directory, length, what=f"shard {shard} of version {self.version.number}"
             )
+
+    def renew(self, file: int, aside: Path) -> None:
+        """Put a copy in the place of the file with index ``file``, which is then written to instead.
+
+        Whoever has the old one open or mapped keeps it as it is (``store.renewing``).
+
+        Args:
+            file: The file.
+            aside: An unused name on the same file system.
+
+        Raises:
+            DiskError: If the system refuses; the file is as it was.
+        """
+        entry = self.version.layout.files[file]
+        with self._unsharing:
+            renew(self.directory / entry.path, entry, aside)
+
+    def notice_changes(self) -> None:
+        """Look whether files have other sizes, times or inodes than when they were looked at last.
+
+        Of those that have, no shard counts as verified any more (``confirm``).
+
+        Raises:
+            DiskError: As ``confirm``.
+        """
+        for file in range(len(self.version.layout.files)):
+            self._notice_change(file)
 
     def restore_files(self) -> None:
         """Give files that are gone, too short or too long their size back; shards say the rest.

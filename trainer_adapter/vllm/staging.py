@@ -30,7 +30,7 @@ def verdict(report: Report, target: Target) -> bool:
         raise SwapError(report.failed.code, report.failed.message, phase="stage")
     if report.staging is None or report.staging.digest != target.digest:
         raise SwapError(
-            "conflict",
+            "superseded",
             f"staging version {target.version} was given up, because another one was asked for",
             phase="stage",
         )

@@ -199,7 +199,7 @@ class Swapper:
             held = self.machine.staged
             if held is not None and held.digest == target.digest:
                 self.machine = self.machine.holds(None, self._clock.now())
-            if error.slug != "conflict":  # another version was wanted instead: nothing has failed
+            if error.slug != "superseded":  # another version was wanted instead: nothing has failed
                 now = self._clock.now()
                 self.machine = self.machine.failed(error, target.version, now)
             if error.slug == "dead":

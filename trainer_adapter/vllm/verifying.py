@@ -49,6 +49,7 @@ def open_target(target: Target) -> Checkpoint:
     )
 
 
+            StoppedError: If ``stopping`` said so.
 class Verifier:
     """What one rank stages: one version at a time. Called from the rank's main thread only."""
 
@@ -219,3 +220,5 @@ def code_of(error: BaseException) -> str:
     if isinstance(error, MalformedError):
         return "incompatible"
     return "unavailable" if isinstance(error, ShardcastError) else "failed"
+    if isinstance(error, StoppedError):
+        return "superseded"

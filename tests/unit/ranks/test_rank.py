@@ -15,7 +15,7 @@ import pytest
 from shardcast.errors import EngineRefusedError
 from shardcast.store.run import RunStore
 from tests.unit.ranks.versions import publish
-from trainer_adapter.checkpoint import Checkpoint
+from trainer_adapter.checkpoint import Checkpoint, StoppedError
 from trainer_adapter.vllm.agreement import Agreement, Alone
 from trainer_adapter.vllm.rank import Rank
 from trainer_adapter.vllm.ranks import (
@@ -422,3 +422,4 @@ def test_only_what_every_rank_says_counts(versions: list[Target]) -> None:
 def test_errors_have_codes() -> None:
     assert code_of(OSError()) == "failed"
     assert code_of(EngineRefusedError("x", reason="busy")) == "busy"
+    assert code_of(StoppedError("given up")) == "superseded"

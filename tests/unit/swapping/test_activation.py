@@ -520,7 +520,7 @@ async def test_staging_another_version_gives_up_the_one_before(make: Make) -> No
     assert state.staged.digest == NEXT.digest
     with pytest.raises(SwapError, match="given up") as caught:
         await soon(first)
-    assert caught.value.slug == "conflict"
+    assert caught.value.slug == "superseded"
     assert world.swapper.state.last_failure is None
 
 
