@@ -11,18 +11,22 @@ copied into the memory that it had. Three things are ours:
 - *Tensors that are no parameters* (what MLA absorbs, workspaces): they are rebound, and what was
   captured reads the old memory. Their values are copied into it.
 
-Everything private of vLLM that this needs is imported here, in ``shadow`` and in ``agreement``;
-``plugin`` refuses vLLM versions for which that was not tested.
+On CPUs, what the reload would do is done beforehand where that can be (``preparing``).
+
+Everything private of vLLM that this needs is imported here, in ``tree``, ``shadow``, ``preparing``
+and ``agreement``; ``plugin`` refuses vLLM versions for which that was not tested.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
@@ -31,7 +35,10 @@ from vllm.model_executor.model_loader.reload import layerwise
 
 from shardcast.errors import ShardcastError
 from trainer_adapter.checkpoint import CONFIG, Checkpoint
+from trainer_adapter.vllm.memory import available_memory
+from trainer_adapter.vllm.preparing import Prepared, Unprepared, prepare
 from trainer_adapter.vllm.shadow import Arrivals, Shadow, refuse
+from trainer_adapter.vllm.verifying import Ready
 
 log = logging.getLogger("shardcast.vllm")
 
@@ -47,6 +54,10 @@ _IGNORED_CONFIG: Final = frozenset(
     }
 )
 """What says nothing about how the model computes, or is fixed when the engine starts (dtype)."""
+
+_MEMORY: Final = 2.0
+"""How much memory is wanted for preparing a version, in its own size: packed twice where embeddings
+are tied, one layer raw beside it, and room for the engine."""
 
 Bare = tuple[torch.nn.Module, str, torch.Tensor]
 """A tensor that is an attribute of a layer and neither parameter nor buffer: layer, name, value."""
@@ -64,7 +75,13 @@ class Model:
     """A model that vLLM runs in this process. The one thing here that has state: vLLM's own."""
 
     def __init__(
-        self, model: torch.nn.Module, model_config: Any, device: torch.device, *, ranks: int = 1
+        self,
+        model: torch.nn.Module,
+        model_config: Any,
+        device: torch.device,
+        *,
+        ranks: int = 1,
+        ahead: bool = True,
     ) -> None:
         """Take a model that is loaded.
 
@@ -73,19 +90,65 @@ class Model:
             model_config: vLLM's ``ModelConfig``.
             device: Where it lies.
             ranks: Over how many ranks its tensors are cut.
+            ahead: Whether weights may be prepared while the engine serves (``preparing``).
         """
         self._model = model
         self._config = model_config
         self._device = device
         self._ranks = ranks
+        self._ahead = ahead and device.type == "cpu"
+        self._whole = True  # the last load ended well
         self._boot_config = _boot_config(model_config)
         self._bare: list[Bare] = []  # of a load that has not ended well
         self._heads = dict(tied_heads(model))  # now: half way through a reload it does not show
 
     # --- could it load a version? ------------------------------------------------------------
 
-    def check(self, checkpoint: Checkpoint) -> None:
+    def prepare(self, checkpoint: Checkpoint, stopping: Callable[[], bool]) -> Ready:
+        """Check a verified version against the model, and prepare as much as can be beside it.
+
+        Args:
+            checkpoint: The version.
+            stopping: Says when to give up.
+
+        Raises:
+            EngineRefusedError: If it cannot be loaded, or would not be the same as booting with it.
+            StoppedError: If ``stopping`` said so.
+            ShardcastError: If the version cannot be read.
+        """
+        arrivals = self.check(checkpoint)
+        prepared = None
+        if self._ahead and arrivals is not None:
+            prepared = self._prepare(checkpoint, arrivals, stopping)
+        return _Ready(self, checkpoint, prepared)
+
+    def _prepare(
+        self, checkpoint: Checkpoint, arrivals: dict[str, Arrivals], stopping: Callable[[], bool]
+    ) -> Prepared | None:
+        number, began = checkpoint.version.number, time.monotonic()
+        try:
+            _check_memory(checkpoint.bytes * self._ranks)
+            prepared = prepare(
+                self._model, checkpoint, arrivals, tied=self._heads, stopping=stopping
+            )
+        except ShardcastError:
+            raise
+        except Unprepared as reason:
+            log.info("version %d will be loaded in the pause as a whole: %s", number, reason)
+            return None
+        except Exception:  # vLLM's methods were not made for this; its reload may do
+            log.warning("version %d could not be prepared", number, exc_info=True)
+            return None
+        checkpoint.let_pages_go()
+        took_s = time.monotonic() - began
+        log.info("version %d is prepared (%.1f s)", number, took_s)
+        return prepared
+
+    def check(self, checkpoint: Checkpoint) -> dict[str, Arrivals] | None:
         """Check a verified version against the model, which is not touched.
+
+        Returns:
+            What would arrive at each parameter; None where that cannot be known.
 
         Raises:
             EngineRefusedError: If it cannot be loaded, or would not be the same as booting with it.
@@ -105,11 +168,12 @@ class Model:
                 checkpoint.version.number,
                 error,
             )
-            return
+            return None
         finally:
             shadow.close()
         for head, embedding in self._heads.items():
             _check_tied(checkpoint, arrivals, f"{head}.weight", f"{embedding}.weight")
+        return arrivals
 
     def _check_config(self, checkpoint: Checkpoint) -> None:
         new = checkpoint.json(CONFIG)
@@ -135,8 +199,28 @@ class Model:
         with torch.no_grad():
             self._load(checkpoint.tensors())
 
+    def load_prepared(self, prepared: Prepared) -> bool:
+        """Exchange all weights for prepared ones, where the model is whole; say whether it was.
+
+        Raises:
+            Exception: As ``load``.
+        """
+        if not self._whole:
+            return False
+        with torch.no_grad():
+            self._whole = False
+            bare = _bare_tensors(self._model)
+            prepared.exchange()
+            for layer in self._model.modules():
+                if is_deferred_attention_layer(layer):
+                    layer.process_weights_after_loading(self._config.dtype)
+            _keep_addresses(bare)
+            self._whole = True
+        return True
+
     def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         self.unwind()
+        self._whole = False
         bare = self._bare = self._bare or _bare_tensors(self._model)
         heads = [self._model.get_submodule(name) for name in self._heads]
         if self._device.type == "cpu":
@@ -154,6 +238,7 @@ class Model:
             raise RuntimeError(f"{len(left)} parameters were not loaded, among them {left[0]}")
         if self._device.type != "cpu":
             torch.accelerator.synchronize()
+        self._whole = True
 
     def unwind(self) -> None:
         """Take the model off the meta device and forget what was half loaded.
@@ -187,6 +272,39 @@ class Model:
                 continue
             found[name] = found.get(name, 0) + 1
         return found
+
+
+class _Ready:
+    """A version that a model is ready for (``verifying.Ready``)."""
+
+    def __init__(self, model: Model, checkpoint: Checkpoint, prepared: Prepared | None) -> None:
+        self._model = model
+        self._checkpoint = checkpoint
+        self._prepared = prepared
+
+    def load(self) -> None:
+        if self._prepared is None or not self._model.load_prepared(self._prepared):
+            self._model.load(self._checkpoint)
+
+    def close(self) -> None:
+        if self._prepared is not None:
+            self._prepared.close()
+            self._prepared = None
+
+
+def _check_memory(most: int) -> None:
+    """Refuse to prepare where the host could run out of memory for it.
+
+    Raises:
+        Unprepared: If that is so; says what is wanted.
+    """
+    wanted = int(most * _MEMORY)
+    free = available_memory()
+    if free is not None and free < wanted:
+        raise Unprepared(
+            f"of {wanted / 2**30:.1f} GiB that a second copy of the weights may take "
+            f"{free / 2**30:.1f} are available"
+        )
 
 
 def tied_heads(model: torch.nn.Module) -> Iterator[tuple[str, str]]:

@@ -14,28 +14,21 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from types import MethodType
 from typing import Any, Final
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from vllm.model_executor.model_loader.reload.layerwise import (
-    SKIP_LOAD_TENSORS,
-    get_layerwise_info,
-)
-from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
-from vllm.model_executor.model_loader.reload.sanitize import layer_ref_sentinel
+from vllm.model_executor.model_loader.reload.layerwise import SKIP_LOAD_TENSORS
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from shardcast.errors import EngineRefusedError
 from trainer_adapter.checkpoint import Spec
+from trainer_adapter.vllm.tree import Place, Tree
 
 log = logging.getLogger("shardcast.vllm")
 
 _MOST_NAMED: Final = 5
-_WRAPPER: Final = "online_process_loader"
-"""The name of the loaders that vLLM's layerwise reload puts around the layers' own."""
 
 
 @dataclass
@@ -48,7 +41,7 @@ class Arrivals:
     sources: list[str] = field(default_factory=list)
 
 
-class _Counter(TorchDispatchMode):  # type: ignore[misc]
+class Counter(TorchDispatchMode):  # type: ignore[misc]
     """Counts the elements that are written: copied, or filled in as padding."""
 
     def __init__(self) -> None:
@@ -84,64 +77,19 @@ class Shadow:
         self._ranks = ranks
         self._current = ""
         self._problems: list[str] = []
-        self._shadows: dict[int, torch.nn.Module] = {}
         self._arrivals: dict[int, Arrivals] = {}
         self._parameters: dict[str, int] = {}
-        self._kept: list[torch.Tensor] = []
-        modules = dict(model.named_modules())
-        for module in modules.values():
-            clone = object.__new__(type(module))
-            clone.__dict__.update(module.__dict__)
-            self._shadows[id(module)] = clone
-        for name, module in modules.items():
-            self._fill(name, module)
-        self._model = self._shadows[id(model)]
+        self._kept: list[torch.Tensor] = []  # so that ids stay theirs
+        self._tree = Tree(model, self._note_place)
 
-    # --- making it --------------------------------------------------------------------------
-
-    def _fill(self, prefix: str, module: torch.nn.Module) -> None:
-        clone = self._shadows[id(module)]
-        clone.__dict__["_modules"] = {
-            name: None if child is None else self._shadows[id(child)]
-            for name, child in module._modules.items()
-        }
-        parameters, buffers = get_layerwise_info(module).restore_metadata
-        for kind, recorded, live in (
-            ("_parameters", parameters, module._parameters),
-            ("_buffers", buffers, module._buffers),
-        ):
-            there = {
-                name: recorded.get(name, tensor)
-                for name, tensor in {**live, **recorded}.items()
-                if recorded.get(name, tensor) is not None
-            }
-            clone.__dict__[kind] = {
-                name: self._meta(f"{prefix}.{name}".lstrip("."), tensor, module, kind)
-                for name, tensor in there.items()
-            }
-
-    def _meta(
-        self, name: str, tensor: torch.Tensor, module: torch.nn.Module, kind: str
-    ) -> torch.Tensor:
-        clone = to_meta_tensor(tensor)
-        self._kept.append(clone)  # ids stay theirs
-        for key, value in clone.__dict__.items():
-            clone.__dict__[key] = self._bound(value, module)
-        if kind == "_parameters" and name.rpartition(".")[2] not in SKIP_LOAD_TENSORS:
-            self._arrivals[id(clone)] = Arrivals(name, get_tensor_load_numel(clone))
-            self._parameters[name] = id(clone)
-            loader = getattr(clone, "weight_loader", default_weight_loader)
-            clone.weight_loader = self._counting(loader)
-        return clone
-
-    def _bound(self, value: Any, module: torch.nn.Module) -> Any:
-        """Return an attribute of a parameter as it is on the shadow: methods bound to shadows."""
-        while getattr(value, "__name__", "") == _WRAPPER:
-            value = value.__wrapped__
-        if isinstance(value, MethodType):
-            owner = module if value.__self__ is layer_ref_sentinel else value.__self__
-            return value.__func__.__get__(self._shadows.get(id(owner), owner))
-        return value
+    def _note_place(self, place: Place, meta: torch.Tensor) -> torch.Tensor:
+        if place.parameter and place.name.rpartition(".")[2] not in SKIP_LOAD_TENSORS:
+            self._arrivals[id(meta)] = Arrivals(place.name, get_tensor_load_numel(meta))
+            self._parameters[place.name] = id(meta)
+            loader = getattr(meta, "weight_loader", default_weight_loader)
+            meta.weight_loader = self._counting(loader)
+            self._kept.append(meta)
+        return meta
 
     # --- the dry run ------------------------------------------------------------------------
 
@@ -152,7 +100,7 @@ class Shadow:
             param, loaded = [*signature.bind(*args, **kwargs).arguments.values()][:2]
             arrivals = self._arrivals.get(id(param))
             source = self._current
-            counter = _Counter()
+            counter = Counter()
             try:
                 with counter:
                     result = loader(*args, **kwargs)
@@ -173,7 +121,7 @@ class Shadow:
         return counting
 
     def _note(
-        self, arrivals: Arrivals, param: torch.Tensor, loaded: torch.Tensor, counter: _Counter
+        self, arrivals: Arrivals, param: torch.Tensor, loaded: torch.Tensor, counter: Counter
     ) -> None:
         arrivals.elements += min(counter.written, arrivals.expected)
         if counter.written:
@@ -204,7 +152,7 @@ class Shadow:
             NotImplementedError: If the model's loaders look at the data, which a shadow has not.
         """
         try:
-            loaded = self._model.load_weights(self._stream(specs))
+            loaded = self._tree.root.load_weights(self._stream(specs))
         except (ValueError, KeyError) as error:
             raise refuse(f"{self._current} has no place in this model: {_brief(error)}") from error
         for name, key in self._parameters.items():
@@ -222,11 +170,8 @@ class Shadow:
         return {name: self._arrivals[key] for name, key in self._parameters.items()}
 
     def close(self) -> None:
-        """Take the shadow apart: a cycle of garbage would keep the kernels' packed weights alive."""
-        for clone in self._shadows.values():
-            clone.__dict__.clear()
-        for tensor in self._kept:
-            tensor.__dict__.clear()
+        """Take the shadow apart."""
+        self._tree.close()
         self._kept.clear()
 
     def _stream(self, specs: Iterable[Spec]) -> Iterator[tuple[str, torch.Tensor]]:
