@@ -1,8 +1,9 @@
-"""NaN and infinities in the tensors of a checkpoint, found before it is published.
+"""NaN and infinities in the tensors of a checkpoint, found before it is published, or served.
 
 A trainer that has diverged goes on writing checkpoints. Every worker would run one within seconds, so
 ``publish --refuse-nonfinite`` looks at each element of the floating-point tensors: the exponent that
 IEEE 754 (and the OCP 8-bit formats) keep for them is compared, no arithmetic is done, in 4 MiB a thread.
+Engines look in the same way at what they stage: what such weights leave behind must be wiped.
 """
 
 from __future__ import annotations
@@ -57,6 +58,23 @@ FORMATS: Final[Mapping[str, _Format]] = {
 """By safetensors' names. Whole numbers, and floats of 4 and 6 bits, have nothing that is no number."""
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A tensor in a file.
+
+    Attributes:
+        path: How messages name the file.
+        location: Where it lies.
+        tensor: What of it.
+        fd: The file, if it is open already; whoever opened it closes it.
+    """
+
+    path: str
+    location: Path
+    tensor: Tensor
+    fd: int | None = None
+
+
 def refuse_nonfinite(
     files: Sequence[tuple[str, Path, int]],
     *,
@@ -77,20 +95,47 @@ def refuse_nonfinite(
         ModifiedError: If a file shrinks meanwhile.
         DiskError: If the system refuses.
     """
-    jobs: list[tuple[str, Path, Tensor]] = []
-    for path, location, size in files:
-        if path.endswith(".safetensors"):
-            found = _tensors(location, size)
-            jobs += [(path, location, tensor) for tensor in found if tensor.dtype in FORMATS]
-    jobs.sort(key=lambda job: -job[2].length)  # the longest first, so that no thread ends late
+    places = [
+        Place(path, location, tensor)
+        for path, location, size in files
+        if path.endswith(".safetensors")
+        for tensor in _tensors(location, size)
+    ]
+    try:
+        refuse_places(places, threads=threads or default_threads(), looked_at=looked_at)
+    except NonFiniteError as error:
+        said = f"{error.message}; nothing was published"
+        raise NonFiniteError(said, source=error.source) from None
 
-    def work(buffer: memoryview, job: tuple[str, Path, Tensor], stopping: Stopping) -> None:
-        _look(*job, buffer, stopping, looked_at)
+
+def refuse_places(
+    places: Sequence[Place],
+    *,
+    threads: int,
+    looked_at: Callable[[int], None] = lambda count: None,
+    stopping: Stopping = lambda: False,
+) -> None:
+    """Look at every element of the tensors that hold floating-point numbers.
+
+    Args:
+        places: Where they lie.
+        threads: How many look.
+        looked_at: Hears how many bytes more were looked at; from any thread.
+        stopping: Says when nobody wants to know any more; then it returns.
+
+    Raises:
+        NonFiniteError, ModifiedError, DiskError: As ``refuse_nonfinite``.
+    """
+    jobs = [place for place in places if place.tensor.dtype in FORMATS]
+    jobs.sort(key=lambda job: -job.tensor.length)  # the longest first: no thread ends late
+
+    def work(buffer: memoryview, place: Place, others: Stopping) -> None:
+        _look(place, buffer, lambda: others() or stopping(), looked_at)
 
     share_out(
         jobs,
         work,
-        threads=max(1, min(threads or default_threads(), len(jobs))),
+        threads=max(1, min(threads, len(jobs))),
         tool=lambda: contextlib.nullcontext(memoryview(bytearray(PIECE_BYTES))),
         name="finite",
     )
@@ -119,33 +164,31 @@ def _is_empty(header: bytes) -> bool:
 
 
 def _look(
-    path: str,
-    location: Path,
-    tensor: Tensor,
-    buffer: memoryview,
-    stopping: Stopping,
-    looked_at: Callable[[int], None],
+    place: Place, buffer: memoryview, stopping: Stopping, looked_at: Callable[[int], None]
 ) -> None:
+    tensor = place.tensor
     form = FORMATS[tensor.dtype]
-    for offset, piece in _pieces(location, tensor, buffer):
+    for offset, piece in _pieces(place, buffer):
         if stopping():
             return
         index = first_bad(piece, form)
         if index is not None:
             at = (offset + index * form.width) // (8 if tensor.dtype == "C64" else form.width)
-            place = np.unravel_index(at, tensor.shape) if tensor.shape else ()
+            index_of = np.unravel_index(at, tensor.shape) if tensor.shape else ()
             raise NonFiniteError(
-                f"tensor {tensor.name!r} in {path} holds {_value(piece, index, tensor.dtype)} at "
-                f"[{', '.join(str(int(one)) for one in place)}]; nothing was published",
-                source=str(location),
+                f"tensor {tensor.name!r} in {place.path} holds "
+                f"{_value(piece, index, tensor.dtype)} at "
+                f"[{', '.join(str(int(one)) for one in index_of)}]",
+                source=str(place.location),
             )
         looked_at(len(piece))
 
 
-def _pieces(path: Path, tensor: Tensor, buffer: memoryview) -> Iterator[tuple[int, memoryview]]:
+def _pieces(place: Place, buffer: memoryview) -> Iterator[tuple[int, memoryview]]:
     """Yield the tensor's bytes with where they begin in it; each piece is whole elements."""
+    tensor, path = place.tensor, place.location
     with disk_errors(path, "reading"):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC) if place.fd is None else place.fd
         try:
             done = 0
             while done < tensor.length:
@@ -155,7 +198,8 @@ def _pieces(path: Path, tensor: Tensor, buffer: memoryview) -> Iterator[tuple[in
                 yield done, piece
                 done += len(piece)
         finally:
-            os.close(fd)
+            if place.fd is None:
+                os.close(fd)
 
 
 def first_bad(data: memoryview, form: _Format) -> int | None:

@@ -35,9 +35,11 @@ from shardcast.errors import (
     IntegrityError,
     MalformedError,
     MixAndMatchError,
+    NonFiniteError,
     NotFoundError,
     ShardcastError,
 )
+from shardcast.finite import FORMATS, Place, refuse_places
 from shardcast.protocol.digest import digest_of
 from shardcast.protocol.head import VersionRef
 from shardcast.protocol.layout import decode_layout, decode_part
@@ -84,6 +86,7 @@ DTYPES: Final[Mapping[str, tuple[str, int]]] = {
     "C64": ("complex64", 8),
 }
 """By safetensors' name: torch's name, bytes of an element."""
+_NAMES: Final = {torch_name: name for name, (torch_name, _) in DTYPES.items()}
 
 Progress = Callable[[int], None]
 """Called with the bytes hashed since the last call, from any thread."""
@@ -257,6 +260,44 @@ class Checkpoint:
                 return f"{file.path} was changed or replaced"
         return None
 
+    def nonfinite(
+        self, progress: Progress = lambda count: None, *, threads: int = 1,
+        stopping: Callable[[], bool] = lambda: False,
+    ) -> str:  # fmt: skip
+        """Look for NaN and infinities in what ``verify`` has hashed; about half as dear as that.
+
+        Args:
+            progress: Hears of the bytes that were looked at, of ``floats`` in all.
+            threads: How many look.
+            stopping: Says when to give up.
+
+        Returns:
+            Tensor, file, value and place of one of them; empty where all numbers are finite.
+
+        Raises:
+            ModifiedError: If a file was cut off since.
+            DiskError: If the system refuses.
+        """
+        places = [
+            Place(
+                spec.file,
+                self.directory / spec.file,
+                Tensor(spec.name, _NAMES[spec.dtype], spec.shape, 0, spec.offset, spec.length),
+                self._files[spec.file].fd,
+            )
+            for spec in self.specs.values()
+        ]
+        try:
+            refuse_places(places, threads=threads, looked_at=progress, stopping=stopping)
+        except NonFiniteError as error:
+            return error.message
+        return ""
+
+    @property
+    def floats(self) -> int:
+        """How many bytes ``nonfinite`` looks at, if all numbers are finite."""
+        return sum(spec.length for spec in self.specs.values() if _NAMES[spec.dtype] in FORMATS)
+
     def _hash(
         self, paths: list[str], progress: Progress, threads: int, stopping: Callable[[], bool]
     ) -> None:
@@ -426,11 +467,19 @@ class Checkpoint:
             )
         return Spec(tensor.name, known[0], tensor.shape, path, tensor.offset, tensor.length)
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self, *, copied: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors in layer order, each a view of the mapped file: nothing is copied.
 
         They stay good until they are let go, whatever becomes of this object. Whoever writes into
         one changes neither the file nor what the next call yields.
+
+        Args:
+            copied: Read each into memory of its own instead, so that a file that shrinks meanwhile
+                is an error and not a signal.
+
+        Raises:
+            IntegrityError: If a file has shrunk (``copied``).
+            DiskError: If the system refuses.
         """
         import torch
 
@@ -439,12 +488,31 @@ class Checkpoint:
             if spec.length == 0:
                 yield spec.name, torch.empty(spec.shape, dtype=dtype)
                 continue
+            if copied:
+                tensor = torch.empty(spec.length, dtype=torch.uint8)
+                self._read(spec, memoryview(tensor.numpy()))
+                yield spec.name, tensor.view(dtype).reshape(spec.shape)
+                continue
             view = memoryview(self._files[spec.file].mapped())[
                 spec.offset : spec.offset + spec.length
             ]
             width = spec.length // math.prod(spec.shape)
             source = view if spec.offset % width == 0 else bytearray(view)
             yield spec.name, torch.frombuffer(source, dtype=dtype).reshape(spec.shape)
+
+    def _read(self, spec: Spec, into: memoryview) -> None:
+        with disk_errors(self.directory / spec.file, "reading"):
+            got = read_into(self._files[spec.file].fd, into, spec.offset)
+        if got != spec.length:
+            raise IntegrityError(
+                f"{spec.file} was cut off while {spec.name} was read", source=str(self.directory)
+            )
+
+    def let_pages_go(self) -> None:
+        """Take the mapped pages out of this process's memory; the system may keep them."""
+        for file in self._files.values():
+            if file.map is not None:
+                file.map.madvise(mmap.MADV_DONTNEED)
 
     def map_again(self) -> None:
         """Let the next ``tensors`` start from the files, whatever was written into earlier ones."""

@@ -249,16 +249,21 @@ class LoraRequest(Request, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Served(msgspec.Struct, frozen=True, kw_only=True):
-    """A version that an engine runs. ``since`` in Unix milliseconds."""
+    """A version that an engine runs. ``since`` in Unix milliseconds.
+
+    ``nonfinite`` says which tensor of it holds NaN or an infinity, and where; empty where none does,
+    or where the engine does not look.
+    """
 
     version: Positive
     digest: Digest
     step: Step = None
     since: Count
+    nonfinite: str = ""
 
 
 class Staged(msgspec.Struct, frozen=True, kw_only=True):
-    """A version that every rank has verified and holds."""
+    """A version that every rank has verified and holds. ``nonfinite`` as in ``Served``."""
 
     run: RunName
     version: Positive
@@ -266,6 +271,7 @@ class Staged(msgspec.Struct, frozen=True, kw_only=True):
     step: Step = None
     path: PathText
     since: Count
+    nonfinite: str = ""
 
 
 class Activating(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,6 +25,9 @@ class EngineMetrics:
         self.poisoned = self._gauge(
             "poisoned", "Whether nobody knows which weights the engine has loaded"
         )
+        self.nonfinite = self._gauge(
+            "nonfinite", "Whether a tensor that the engine serves holds NaN or an infinity"
+        )
         self.served = self._gauge(
             "served_version", "Version that the engine serves; 0: none of ours"
         )
@@ -71,6 +74,13 @@ class EngineMetrics:
             registry=self.registry,
         )
 
+        self.repairs = Counter(
+            "shardcast_agent_repairs",
+            "Versions that were looked at because an engine called them damaged, by what came of it",
+            ["outcome"],
+            registry=self.registry,
+        )
+
     def seen(self, engine: str, state: EngineState | None, newest: int | None) -> None:
         """Take what an engine says, or that it says nothing."""
         self.reachable.labels(engine).set(state is not None)
@@ -81,6 +91,8 @@ class EngineMetrics:
         self.ready.labels(engine).set(state.ready)
         self.paused.labels(engine).set(state.paused)
         self.poisoned.labels(engine).set(state.poisoned)
+        bad = state.served is not None and bool(state.served.nonfinite)
+        self.nonfinite.labels(engine).set(bad)
         self.served.labels(engine).set(0 if served is None else served.version)
         self.staged.labels(engine).set(0 if state.staged is None else state.staged.version)
         if served is not None and newest is not None:

@@ -30,6 +30,26 @@ class Injected:
             _install(self)
         return os.getpid()
 
+    def suppress_wipes(self, times: int) -> None:
+        """Let so many wipes of the KV memory do nothing."""
+        residue: Any = getattr(self, "weight_transfer_engine").rank._residue  # noqa: B009
+        real, left = residue._memory.wipe, [None] * times
+
+        def wipe() -> None:
+            if left:
+                left.pop()
+            else:
+                real()
+
+        residue._memory.wipe = wipe
+
+    def bad_in_memory(self) -> float:
+        """Return which share of the KV memory is NaN or infinite."""
+        runner: Any = getattr(self, "model_runner")  # noqa: B009
+        caches = runner.kv_caches
+        bad = sum(int((~cache.isfinite()).sum()) for cache in caches)
+        return bad / int(sum(cache.numel() for cache in caches))
+
     def open_files(self, below: str) -> list[str]:
         """Return what this process has open below a directory."""
         found = set()

@@ -14,7 +14,14 @@ from typing import Any, Final, Protocol, TypeVar
 
 from msgspec.structs import replace
 
-from shardcast.engine.forms import ActivateAnswer, Activated, ActivateRequest, Phase, label_of
+from shardcast.engine.forms import (
+    ActivateAnswer,
+    Activated,
+    ActivateRequest,
+    Phase,
+    Requests,
+    label_of,
+)
 from trainer_adapter.vllm.control import Calls, Clock, EngineControl, LateError
 from trainer_adapter.vllm.machine import ACTIVATE_AGAIN, RESTART, Facts, Machine, SwapError
 from trainer_adapter.vllm.ranks import Report, Target, activate_command, state_command
@@ -70,6 +77,7 @@ class Activation:
     ) -> None:
         self._request = request
         self._target = target
+        self._requests: Requests = request.requests
         self._cell = cell
         self._control = control
         self._calls = calls
@@ -143,14 +151,26 @@ class Activation:
         for has in (report.staged, report.served):
             if has is not None and has.identity == self._target.identity:
                 self._target = has  # its step is the publisher's, whatever the request says
+        if self._requests == "keep" and report.suspect:
+            self._recompute(report.suspect)
+
+    def _recompute(self, why: str) -> None:
+        """Let no request keep what must be wiped: what it would go on with is NaN."""
+        log.warning(
+            "running requests are computed again instead of keeping their cache, because it may hold "
+            "NaN and is wiped: %s",
+            why,
+        )
+        self._requests = "recompute"
+        self._move(self._cell.machine.handling(self._requests))
 
     async def _pause(self) -> None:
         self._move(self._cell.machine.in_phase("pause").pausing(self._clock.now()))
         self._pause_began = began = self._clock.monotonic()
         try:
             await self._calls.call(
-                f"pausing (requests: {self._request.requests})",
-                self._control.pause(self._request.requests),
+                f"pausing (requests: {self._requests})",
+                self._control.pause(self._requests),
                 phase="pause",
                 deadline=self._deadline,
             )
@@ -188,7 +208,7 @@ class Activation:
         try:
             return await self._calls.call(
                 f"loading {self._name}",
-                self._control.tell(activate_command(self._target)),
+                self._control.tell(activate_command(self._target, keep=self._requests == "keep")),
                 phase="load",
                 deadline=self._deadline,
                 late=self._late_load,
@@ -254,6 +274,10 @@ class Activation:
             raise
         machine = self._cell.machine.settled(self._target, self._clock.now())
         self._move(machine.holds(None, self._clock.now()))
+        if self._target.nonfinite:
+            log.warning(
+                "%s is served, and its answers may be NaN: %s", self._name, self._target.nonfinite
+            )
 
     async def _adapters(self) -> None:
         if self._after_load is None:

@@ -81,6 +81,10 @@ class ShardcastLoader(DefaultModelLoader):  # type: ignore[misc]
         try:
             checkpoint.verify(threads=max(1, len(os.sched_getaffinity(0))))
             _check_config(checkpoint, where)
+            found = checkpoint.nonfinite(threads=len(os.sched_getaffinity(0)))
+            if found:
+                log.warning("version %d: %s", target.version, found)
+            target = msgspec.structs.replace(target, nonfinite=found)
             log.info("loading version %d of run %s", target.version, target.run)
             yield from checkpoint.tensors()
         except BaseException:

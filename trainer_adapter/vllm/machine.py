@@ -186,6 +186,7 @@ class Machine:
                 digest=served.target.digest,
                 step=served.target.step,
                 since=served.since,
+                nonfinite=served.target.nonfinite[:MAX_MESSAGE_CHARS],
             ),
             staged=self.staged,
             activating=self.activating,
@@ -227,6 +228,7 @@ class Machine:
                 step=target.step,
                 path=target.path,
                 since=now,
+                nonfinite=target.nonfinite[:MAX_MESSAGE_CHARS],
             ),
         )
 
@@ -247,6 +249,10 @@ class Machine:
                 since=now,
             ),
         )
+
+    def handling(self, requests: Requests) -> Machine:
+        """Take down what becomes of running requests, where that is not what was asked for."""
+        return replace(self, requests=requests)
 
     def in_phase(self, phase: Phase) -> Machine:
         """Go on to the next phase of the activation."""

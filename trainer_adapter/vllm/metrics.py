@@ -67,6 +67,8 @@ class StateCollector(Collector):
         yield _gauge(
             "poisoned_state", "1 while nobody knows which weights are loaded", int(state.poisoned)
         )
+        bad = None if state.served is None else int(bool(state.served.nonfinite))
+        yield _gauge("nonfinite_state", "1 while a tensor that is served holds NaN or Inf", bad)
         yield _gauge("ready_state", "1 while requests should be sent here", int(state.ready))
         yield _gauge("swaps_count", "Pauses since the server started", state.swap_count)
         failure = GaugeMetricFamily(

@@ -4,7 +4,7 @@ An activation ends in one of five ways, and every rank in the same one (``ranks`
 
 1. *check*: is it staged, are the files still those that were hashed? All ranks say; if any says no,
    none touches its model: **refused**.
-2. *load*: the whole reload. All ranks say how it went, and whether the files are still the same;
+2. *load*: the whole reload, and a wipe of the KV memory where NaN may lie in it (``residue``). All ranks say how it went, and whether the files are still the same;
    if all are well, the new version is served from here on: **activated**.
 3. *restore*: otherwise every rank loads what it served before from the files
    that it still holds. If that succeeds everywhere: **restored**, else **poisoned**.
@@ -24,6 +24,7 @@ from typing import Any, Protocol
 from trainer_adapter.checkpoint import Checkpoint
 from trainer_adapter.vllm.agreement import Agreement
 from trainer_adapter.vllm.ranks import Command, Outcome, RankReply, Target
+from trainer_adapter.vllm.residue import Residue
 from trainer_adapter.vllm.verifying import Verifier, code_of
 
 log = logging.getLogger("shardcast.vllm")
@@ -55,6 +56,7 @@ class Rank:
         weights: Weights,
         verifier: Verifier,
         agreement: Agreement,
+        residue: Residue,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -64,11 +66,13 @@ class Rank:
             weights: The model.
             verifier: Stages versions.
             agreement: How this rank hears the others.
+            residue: What lies in its KV memory.
             clock: Seconds.
         """
         self._weights = weights
         self._verifier = verifier
         self._agreement = agreement
+        self._residue = residue
         self._clock = clock
         self._served: Target | None = None
         self._held: Checkpoint | None = None
@@ -82,11 +86,12 @@ class Rank:
     def boot(self, target: Target, checkpoint: Checkpoint) -> None:
         """Note that the engine was booted with a version; the rank holds it from here on."""
         self._served, self._held = target, checkpoint
+        self._residue.serves(target)
 
     def tell(self, command: Command) -> RankReply:
         """Do what a command says; never raises on purpose."""
         if command.op == "activate" and command.target is not None:
-            return self.activate(command.target)
+            return self.activate(command.target, keep=command.keep)
         if command.op == "stage" and command.target is not None:
             served = self._known()
             if served is None or served.identity != command.target.identity:
@@ -111,19 +116,25 @@ class Rank:
 
     # --- activation -------------------------------------------------------------------------
 
-    def activate(self, target: Target) -> RankReply:
-        """Load what is staged, as the module says."""
+    def activate(self, target: Target, *, keep: bool = False) -> RankReply:
+        """Load what is staged, as the module says.
+
+        Args:
+            target: The version.
+            keep: Whether running requests go on with what lies in the KV memory.
+        """
         phases: dict[str, float] = {}
         try:
-            return self._activate(target, phases)
+            return self._activate(target, phases, keep=keep)
         except Exception as error:  # another rank is gone
             log.exception("activating version %d", target.version)
             self._poison(f"activating version {target.version} broke off: {_said(error)}")
+            self._residue.lost()
             return self._reply("poisoned", "failed", self._poisoned, "load", phases)
 
-    def _activate(self, target: Target, phases: dict[str, float]) -> RankReply:
+    def _activate(self, target: Target, phases: dict[str, float], *, keep: bool) -> RankReply:
         with _Phase(phases, "check", self._clock):
-            words = self._agreement.gather(self._opening_word(target))
+            words = self._agreement.gather(self._opening_word(target, keep=keep))
         says = [json.loads(word) for word in words]
         if all(one["served"] for one in says):
             return self._reply("already", phases=phases)
@@ -131,20 +142,22 @@ class Rank:
             if one["problem"]:
                 message = f"rank {number}: {one['problem']}"
                 return self._reply("refused", one["code"], message, "check", phases)
-        staged, checkpoint = self._verifier.take()
+        staged, checkpoint, ready = self._verifier.take()
         self._poison(f"loading version {target.version} was begun and has not ended")
         with _Phase(phases, "load", self._clock):
-            problems = self._agreed(lambda: self._load(checkpoint))
+            problems = self._agreed(lambda: self._load_new(checkpoint, ready.load, phases))
+        ready.close()
         if not any(problems):
             old, self._held = self._held, checkpoint
             self._served, self._poisoned = staged, ""
+            self._residue.serves(staged)
             if old is not None:
                 old.close()
             return self._reply("activated", phases=phases)
         checkpoint.close()
         return self._restore(target, _first(problems), phases)
 
-    def _opening_word(self, target: Target) -> str:
+    def _opening_word(self, target: Target, *, keep: bool) -> str:
         served = self._known()
         word: dict[str, Any] = {"served": False, "problem": "", "code": ""}
         if served is not None and served.identity == target.identity:
@@ -160,10 +173,20 @@ class Rank:
         elif not self._verifier.quiet():
             word["code"] = "unavailable"
             word["problem"] = "a version that was given up is still being compared with the model"
+        elif refusal := self._residue.refusal(keep=keep):
+            word["code"], word["problem"] = "refused", refusal
         return json.dumps(word)
 
-    def _load(self, checkpoint: Checkpoint) -> None:
-        self._weights.load(checkpoint)
+    def _load_new(
+        self, checkpoint: Checkpoint, load: Callable[[], None], phases: dict[str, float]
+    ) -> None:
+        self._load(checkpoint, load)
+        wiping = _Phase(phases, "wipe", self._clock)
+        with wiping:
+            wiping.counts = self._residue.wipe()
+
+    def _load(self, checkpoint: Checkpoint, load: Callable[[], None]) -> None:
+        load()
         if (reason := checkpoint.changed()) is not None:
             raise RuntimeError(f"{reason} while it was loaded")
 
@@ -179,6 +202,7 @@ class Rank:
             message = f"{message}; version {back} was loaded again"
             return self._reply("restored", "failed", message, "load", phases)
         self._poison(f"{message}; then {_first(problems)}")
+        self._residue.lost()
         return self._reply("poisoned", "failed", self._poisoned, "load", phases)
 
     def _load_held(self) -> None:
@@ -188,7 +212,7 @@ class Rank:
         if held.changed() is not None:
             held.verify_again()
         held.map_again()
-        self._load(held)
+        self._load(held, lambda: self._weights.load(held))
 
     def _agreed(self, work: Callable[[], None]) -> list[str]:
         """Do it; return what became of it on every rank, empty where it went well."""
@@ -228,6 +252,7 @@ class Rank:
             staging=self._verifier.progress(),
             failed=self._verifier.failure(),
             poisoned=self._poisoned,
+            suspect=self._residue.suspect,
             gemm=self._weights.gemm(),
         )
 
@@ -238,12 +263,14 @@ class _Phase:
     def __init__(self, phases: dict[str, float], name: str, clock: Callable[[], float]) -> None:
         self._phases, self._name, self._clock = phases, name, clock
         self._start = 0.0
+        self.counts = True
 
     def __enter__(self) -> None:
         self._start = self._clock()
 
     def __exit__(self, *exc: object) -> None:
-        self._phases[self._name] = round((self._clock() - self._start) * 1000, 3)
+        if self.counts:
+            self._phases[self._name] = round((self._clock() - self._start) * 1000, 3)
 
 
 def _said(error: Exception) -> str:

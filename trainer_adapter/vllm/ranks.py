@@ -26,6 +26,9 @@ takes what the others said for the answer to the next call.
   - ``poisoned``: nobody knows what some rank runs. Do not resume. The next ``activate`` that ends
     in ``activated`` clears it: every activation is a full load.
 
+  Where NaN may lie in the KV memory (``suspect``) it is wiped before ``activated`` is said; with
+  ``keep``, where running requests need what is there, that is ``refused``.
+
   ``code``, ``message`` and ``phase`` say why for the last three. LoRA adapters are gone after
   ``activated`` and ``restored`` (vLLM drops them with every reload).
 - ``drop``: give up what is staged, and its lease. What is served stays held: it is needed where the
@@ -59,13 +62,19 @@ _WORST_FIRST: Final[tuple[Outcome, ...]] = (
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """A version directory on this host, and what it is."""
+    """A version directory on this host, and what it is.
+
+    Attributes:
+        nonfinite: Which tensor holds NaN or an infinity, and where; empty where all numbers are
+            finite. The ranks find out; nobody tells them.
+    """
 
     run: str
     version: int
     digest: str
     path: str
     step: int | None = None
+    nonfinite: str = ""
 
     @property
     def identity(self) -> Identity:
@@ -74,10 +83,11 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a rank is told."""
+    """What a rank is told. ``keep``: running requests go on with what lies in the KV memory."""
 
     op: Literal["stage", "state", "activate", "drop"]
     target: Target | None = None
+    keep: bool = False
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,12 +114,15 @@ class RankReply(msgspec.Struct, frozen=True, kw_only=True):
         rank: Its number in the world of all ranks.
         outcome: See the module; ``ok`` for everything but ``activate``.
         code: Of ``ErrorCode``; empty where nothing failed.
-        phases_ms: What the activation's time went into: ``check``, ``load``, ``restore``.
+        phases_ms: What the activation's time went into: ``check``, ``load``, ``restore``; of
+            ``load``, ``wipe`` is what the KV memory took.
         served: What it runs. None: booted from elsewhere, or poisoned.
         staged: What it has verified, holds, and could load now.
         staging: What it is verifying at the moment.
         failed: How the last staging ended, if it failed.
         poisoned: Why it does not know what it runs; empty where it does.
+        suspect: Why NaN may lie in the KV memory, so that the next load wipes it and nobody may
+            keep what is there; empty where it need not.
         gemm: How many linear layers go through which kernel (CPU), or ``{"cuda": n}``.
     """
 
@@ -124,6 +137,7 @@ class RankReply(msgspec.Struct, frozen=True, kw_only=True):
     staging: Progress | None = None
     failed: RankFailure | None = None
     poisoned: str = ""
+    suspect: str = ""
     gemm: dict[str, int] = {}
 
 
@@ -140,6 +154,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     staging: Progress | None
     failed: RankFailure | None
     poisoned: str
+    suspect: str
     gemm: dict[str, int]
     ranks: int
 
@@ -149,9 +164,9 @@ def stage_command(target: Target) -> dict[str, Any]:
     return _plain(Command(op="stage", target=target))
 
 
-def activate_command(target: Target) -> dict[str, Any]:
+def activate_command(target: Target, *, keep: bool = False) -> dict[str, Any]:
     """Return what to call ``RPC`` with to load what is staged."""
-    return _plain(Command(op="activate", target=target))
+    return _plain(Command(op="activate", target=target, keep=keep))
 
 
 def state_command() -> dict[str, Any]:
@@ -208,6 +223,7 @@ def combine(replies: Sequence[object]) -> Report:
         staging=min(staging, key=lambda one: one.done) if staging else None,
         failed=None if failed is None else failed.failed,
         poisoned="" if poisoned is None else poisoned.poisoned,
+        suspect=next((r.suspect for r in ranks if r.suspect), ""),
         gemm={
             name: sum(r.gemm.get(name, 0) for r in ranks)
             for name in dict.fromkeys(name for r in ranks for name in r.gemm)

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -36,11 +36,17 @@ from vllm.distributed.weight_transfer.base import (
 
 from shardcast.engine.forms import STATUS_OF, coded
 from trainer_adapter.vllm.agreement import Alone, World
+from trainer_adapter.vllm.kv_memory import KvMemory
 from trainer_adapter.vllm.loader import take_booted
 from trainer_adapter.vllm.rank import Rank
 from trainer_adapter.vllm.ranks import Command, RankReply, Target, read_command, write_reply
 from trainer_adapter.vllm.reload import Model
+from trainer_adapter.vllm.residue import Residue
 from trainer_adapter.vllm.verifying import Verifier
+
+AHEAD: Final = "SHARDCAST_PREPARE"
+"""Set to 0, nothing is prepared while the engine serves: no second copy of the weights, a longer
+pause."""
 
 
 @dataclass
@@ -89,9 +95,18 @@ class ShardcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: igno
         """
         super().__init__(config, vllm_config, device, model)
         agreement = World() if torch.distributed.is_initialized() else Alone()
-        weights = Model(model, self.model_config, device, ranks=agreement.size)
-        verifier = Verifier(weights.check, threads=_threads(agreement.size))
-        self.rank = Rank(weights, verifier, agreement)
+        weights = Model(
+            model,
+            self.model_config,
+            device,
+            ranks=agreement.size,
+            ahead=os.environ.get(AHEAD, "1") != "0",
+        )
+        layers = vllm_config.compilation_config.static_forward_context
+        residue = Residue(KvMemory(layers, device=device))
+        prepare = residue.preparing(weights.prepare)
+        verifier = Verifier(prepare, threads=_threads(agreement.size))
+        self.rank = Rank(weights, verifier, agreement, residue)
         booted = take_booted(model)
         if booted is not None:
             self.rank.boot(*booted)

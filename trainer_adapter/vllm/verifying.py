@@ -25,14 +25,31 @@ CHECK_SECONDS: Final = 30.0
 """How long a load waits for a check that nobody wants any more: it looks at the model."""
 
 
-class Check(Protocol):
-    """Says whether the model could load a version."""
+class Ready(Protocol):
+    """A version that is ready to be loaded."""
 
-    def __call__(self, checkpoint: Checkpoint) -> None:
+    def load(self) -> None:
+        """Load all of it, whatever state an earlier load has left the model in.
+
+        Raises:
+            Exception: At any point.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give back what was prepared for it; returns at once."""
+        ...
+
+
+class Prepare(Protocol):
+    """Says whether the model could load a version, and gets ready for it."""
+
+    def __call__(self, checkpoint: Checkpoint, stopping: Callable[[], bool]) -> Ready:
         """Called in the thread, after the bytes were verified.
 
         Raises:
             EngineRefusedError: If it could not; names the tensor.
+            StoppedError: If ``stopping`` said so.
         """
         ...
 
@@ -49,19 +66,18 @@ def open_target(target: Target) -> Checkpoint:
     )
 
 
-            StoppedError: If ``stopping`` said so.
 class Verifier:
     """What one rank stages: one version at a time. Called from the rank's main thread only."""
 
-    def __init__(self, check: Check, *, threads: int = 1, opener: Open = open_target) -> None:
+    def __init__(self, prepare: Prepare, *, threads: int = 1, opener: Open = open_target) -> None:
         """Stage nothing yet.
 
         Args:
-            check: Says whether the model could load it.
+            prepare: Says whether the model could load it, and gets ready.
             threads: How many threads hash.
             opener: Opens a version.
         """
-        self._check = check
+        self._prepare = prepare
         self._threads = threads
         self._opener = opener
         self._job: _Job | None = None
@@ -74,7 +90,7 @@ class Verifier:
         if same and (self.progress() is not None or self.staged() is not None):
             return
         self.drop()
-        self._job = _Job(target, self._check, self._threads, self._opener, self._checking)
+        self._job = _Job(target, self._prepare, self._threads, self._opener, self._checking)
         self._job.start()
 
     def wait(self) -> None:
@@ -112,17 +128,17 @@ class Verifier:
         self.drop()
         return None
 
-    def take(self) -> tuple[Target, Checkpoint]:
-        """Hand over what is staged; the caller closes it.
+    def take(self) -> tuple[Target, Checkpoint, Ready]:
+        """Hand over what is staged; the caller closes both.
 
         Raises:
             EngineRefusedError: If nothing is.
         """
         job = self._job
-        if job is None or job.running or job.checkpoint is None:
+        if job is None or job.running or job.checkpoint is None or job.ready is None:
             raise EngineRefusedError("no version is staged", phase="load", reason="unavailable")
         self._job = None
-        return job.target, job.checkpoint
+        return job.target, job.checkpoint, job.ready
 
     def progress(self) -> Progress | None:
         """Return how far it is, while it is at it."""
@@ -148,14 +164,20 @@ class _Job:
     """Stages one version. Its attributes are the thread's until ``running`` is false."""
 
     def __init__(
-        self, target: Target, check: Check, threads: int, opener: Open, checking: threading.Lock
+        self,
+        target: Target,
+        prepare: Prepare,
+        threads: int,
+        opener: Open,
+        checking: threading.Lock,
     ) -> None:
         self.target = target
         self.done = 0
         self.bytes = 0
         self.checkpoint: Checkpoint | None = None
+        self.ready: Ready | None = None
         self.error: Exception | None = None
-        self._check = check
+        self._prepare = prepare
         self._threads = threads
         self._opener = opener
         self._checking = checking
@@ -176,49 +198,58 @@ class _Job:
         return not self._ended.is_set()
 
     def _run(self) -> None:
-        checkpoint = None
+        checkpoint = ready = None
         try:
             checkpoint = self._opener(self.target)
             self.bytes = checkpoint.bytes
             step = checkpoint.version.layout.step  # the publisher's, whatever a request says
             self.target = replace(self.target, step=step)
             checkpoint.verify(self._count, threads=self._threads, stopping=self._stop.is_set)
+            self._look(checkpoint)
             with self._checking:
                 if not self._stop.is_set():
-                    self._check(checkpoint)
+                    ready = self._prepare(checkpoint, self._stop.is_set)
         except Exception as error:
             if not isinstance(error, (ShardcastError, StoppedError)):
                 log.exception("staging version %d", self.target.version)
             self.error = error
         with self._handing_over:
             wanted = self.error is None and not self._stop.is_set()
-            self.checkpoint = checkpoint if wanted else None
+            self.checkpoint, self.ready = (checkpoint, ready) if wanted else (None, None)
             self._ended.set()
-        if checkpoint is not None and not wanted:
-            checkpoint.close()
+        if not wanted:
+            _close(checkpoint, ready)
+
+    def _look(self, checkpoint: Checkpoint) -> None:
+        """Look for NaN and infinities: they do not stop it, and are told (``residue``)."""
+        self.bytes += checkpoint.floats
+        found = checkpoint.nonfinite(self._count, threads=self._threads, stopping=self._stop.is_set)
+        if found:
+            log.warning("version %d: %s", self.target.version, found)
+        self.target = replace(self.target, nonfinite=found)
 
     def give_up(self) -> None:
         self._stop.set()
         with self._handing_over:
             checkpoint, self.checkpoint = self.checkpoint, None
-        if checkpoint is not None:
-            checkpoint.close()
+            ready, self.ready = self.ready, None
+        _close(checkpoint, ready)
 
     def _count(self, count: int) -> None:
         with self._counting:
             self.done += count
 
 
+def _close(*things: Checkpoint | Ready | None) -> None:
+    for thing in things:
+        if thing is not None:
+            thing.close()
+
+
 def code_of(error: BaseException) -> str:
     """Return the code (``shardcast.engine.forms.ErrorCode``) under which an error is reported."""
     if isinstance(error, EngineRefusedError):
         return error.reason
-    if isinstance(error, IntegrityError):
-        return "integrity"
-    if isinstance(error, TrustError):
-        return "conflict"
-    if isinstance(error, MalformedError):
-        return "incompatible"
-    return "unavailable" if isinstance(error, ShardcastError) else "failed"
     if isinstance(error, StoppedError):
         return "superseded"
+    return reason_of(error) if isinstance(error, ShardcastError) else "failed"

@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 
 from shardcast.canary import Canary, Prompt
-from shardcast.engine import minder as minders
+from shardcast.engine import patience
 from shardcast.engine.agent import Agent
 from shardcast.engine.board import AgentOptions
 from shardcast.engine.decide import Mode, served_by
 from shardcast.engine.driver import Target
+from shardcast.engine.forms import EngineState, Served
+from shardcast.engine.metrics import EngineMetrics
 from shardcast.errors import (
     EngineKeyError,
     EngineUnreachableError,
@@ -35,9 +37,9 @@ WAIT_S = 20
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(minders, "RETRY_FIRST_S", 0.005)
-    monkeypatch.setattr(minders, "RETRY_CAP_S", 0.02)
-    monkeypatch.setattr(minders, "MISFIT_S", 0.02)
+    monkeypatch.setattr(patience, "RETRY_FIRST_S", 0.005)
+    monkeypatch.setattr(patience, "RETRY_CAP_S", 0.02)
+    monkeypatch.setattr(patience, "MISFIT_S", 0.02)
 
 
 @dataclass
@@ -236,6 +238,20 @@ async def test_an_engine_that_restarts_is_made_to_sync(tmp_path: Path) -> None:
         await world.until(lambda: engine.calls.count("tell 3") == 2)
 
 
+@pytest.mark.parametrize(("nonfinite", "value"), [("", 0), ("w holds NaN at [3]", 1)])
+def test_an_engine_that_serves_nan_can_be_alerted_on(nonfinite: str, value: int) -> None:
+    metrics = EngineMetrics()
+    served = Served(version=4, digest="a" * 64, since=1, nonfinite=nonfinite)
+    state = EngineState(
+        engine="vllm", engine_version="0", plugin_version="0", run="policy", served=served
+    )
+    metrics.seen("http://one", state, 4)
+    found = metrics.registry.get_sample_value(
+        "shardcast_engine_nonfinite", {"engine": "http://one"}
+    )
+    assert found == value
+
+
 async def test_a_poisoned_engine_gets_a_whole_version(tmp_path: Path) -> None:
     engine = FakeEngine()
     async with minding(tmp_path, engine) as world:
@@ -266,7 +282,7 @@ async def test_what_cannot_be_staged_is_told_once_and_the_next_version_is_tried_
         assert failed.version == 2
         assert "lm_head" in str(failed.error)
         assert served(engine) == 1
-        monkeypatch.setattr(minders, "MISFIT_S", 3600.0)
+        monkeypatch.setattr(patience, "MISFIT_S", 3600.0)
         tries = engine.calls.count("stage 2")
         await world.until(lambda: engine.calls.count("stage 2") > tries)  # and rests an hour now
         engine.refuse_stage = None

@@ -14,6 +14,7 @@ import pytest
 
 from shardcast.errors import EngineRefusedError
 from shardcast.store.run import RunStore
+from tests.unit.ranks.memory import FakeMemory
 from tests.unit.ranks.versions import publish
 from trainer_adapter.checkpoint import Checkpoint, StoppedError
 from trainer_adapter.vllm.agreement import Agreement, Alone
@@ -30,7 +31,8 @@ from trainer_adapter.vllm.ranks import (
     state_command,
     write_reply,
 )
-from trainer_adapter.vllm.verifying import Verifier, code_of, open_target
+from trainer_adapter.vllm.residue import Residue
+from trainer_adapter.vllm.verifying import Prepare, Verifier, code_of, open_target
 
 WAIT_SECONDS = 20.0
 
@@ -42,10 +44,13 @@ class FakeWeights:
     loaded: str = "boot"
     fail: list[str] = field(default_factory=list)
     refuse: str = ""
+    prepared: list[str] = field(default_factory=list)
 
-    def check(self, checkpoint: Checkpoint) -> None:
+    def prepare(self, checkpoint: Checkpoint, stopping: Callable[[], bool]) -> FakeReady:
         if self.refuse:
             raise EngineRefusedError(self.refuse, phase="check", reason="incompatible")
+        self.prepared.append(checkpoint.digest)
+        return FakeReady(self, checkpoint)
 
     def load(self, checkpoint: Checkpoint) -> None:
         self.loaded = "half"
@@ -55,6 +60,30 @@ class FakeWeights:
 
     def gemm(self) -> dict[str, int]:
         return {"torch": 2}
+
+
+@dataclass
+class FakeReady:
+    """What was prepared for a model, which knows what was not given back."""
+
+    weights: FakeWeights
+    checkpoint: Checkpoint
+
+    def load(self) -> None:
+        self.weights.load(self.checkpoint)
+
+    def close(self) -> None:
+        self.weights.prepared.remove(self.checkpoint.digest)
+
+
+def noting(looked: list[str]) -> Prepare:
+    """Note which versions are compared with the model."""
+
+    def prepare(checkpoint: Checkpoint, stopping: Callable[[], bool]) -> FakeReady:
+        looked.append(checkpoint.digest)
+        return FakeWeights().prepare(checkpoint, stopping)
+
+    return prepare
 
 
 class Words:
@@ -81,9 +110,15 @@ class Crew:
             [Alone()] if size == 1 else [Words(n, words, barrier) for n in range(size)]
         )
         self.weights = [FakeWeights() for _ in range(size)]
-        self.verifiers = [Verifier(weights.check) for weights in self.weights]
+        self.memories = [FakeMemory() for _ in range(size)]
+        residues = [Residue(memory) for memory in self.memories]
+        self.verifiers = [
+            Verifier(residue.preparing(weights.prepare))
+            for weights, residue in zip(self.weights, residues, strict=True)
+        ]
         self.ranks = [
-            Rank(*three) for three in zip(self.weights, self.verifiers, agreements, strict=True)
+            Rank(*four)
+            for four in zip(self.weights, self.verifiers, agreements, residues, strict=True)
         ]
 
     def tell(self, command: dict[str, Any]) -> Report:
@@ -120,6 +155,7 @@ def crew(request: pytest.FixtureRequest) -> Iterator[Crew]:
     yield crew
     for rank in crew.ranks:
         rank.close()
+    assert not [digest for weights in crew.weights for digest in weights.prepared]
 
 
 @pytest.fixture
@@ -250,7 +286,7 @@ def test_a_rank_that_is_gone_leaves_the_others_poisoned(versions: list[Target]) 
             raise ConnectionError("peer closed")
 
     weights = FakeWeights()
-    rank = Rank(weights, Verifier(weights.check), Gone())
+    rank = Rank(weights, Verifier(weights.prepare), Gone(), Residue(FakeMemory()))
     rank.tell(Command(op="stage", target=versions[0]))
     rank.wait()
 
@@ -299,7 +335,7 @@ def test_a_thread_that_hangs_is_not_waited_for(versions: list[Target]) -> None:
             assert go.wait(WAIT_SECONDS)
         return open_target(target)
 
-    verifier = Verifier(lambda checkpoint: looked.append(checkpoint.digest), opener=opener)
+    verifier = Verifier(noting(looked), opener=opener)
     verifier.begin(versions[0])
     verifier.begin(versions[1])  # the engine generates nothing until it returns
     verifier.wait()
@@ -318,14 +354,16 @@ def test_nothing_is_loaded_while_a_thread_looks_at_the_model(
     monkeypatch.setattr("trainer_adapter.vllm.verifying.CHECK_SECONDS", 0.01)
     begun, go = threading.Event(), threading.Event()
 
-    def check(checkpoint: Checkpoint) -> None:
+    weights = FakeWeights()
+
+    def prepare(checkpoint: Checkpoint, stopping: Callable[[], bool]) -> FakeReady:
         if checkpoint.digest == versions[0].digest:
             begun.set()
             assert go.wait(WAIT_SECONDS)
+        return weights.prepare(checkpoint, stopping)
 
-    weights = FakeWeights()
-    verifier = Verifier(check)
-    rank = Rank(weights, verifier, Alone())
+    verifier = Verifier(prepare)
+    rank = Rank(weights, verifier, Alone(), Residue(FakeMemory()))
     rank.tell(read_command(stage_command(versions[0])))
     assert begun.wait(WAIT_SECONDS)
     # It is given up and still at it; meanwhile another version gets staged.
@@ -346,7 +384,7 @@ def test_nothing_is_loaded_while_a_thread_looks_at_the_model(
 
 def test_a_step_is_the_publishers(tmp_path: Path) -> None:
     target = publish(tmp_path, 1, step=70)
-    verifier = Verifier(lambda checkpoint: None)
+    verifier = Verifier(FakeWeights().prepare)
     verifier.begin(msgspec.structs.replace(target, step=4242))
     verifier.wait()
     assert target.step == 70
@@ -372,11 +410,12 @@ def test_a_digest_under_another_name_is_not_taken_for_what_is_served(
 def test_staging_is_stopped_when_another_version_takes_its_place(versions: list[Target]) -> None:
     begun, go = threading.Event(), threading.Event()
 
-    def check(checkpoint: Checkpoint) -> None:
+    def prepare(checkpoint: Checkpoint, stopping: Callable[[], bool]) -> FakeReady:
         begun.set()
         assert go.wait(WAIT_SECONDS)
+        return FakeWeights().prepare(checkpoint, stopping)
 
-    verifier = Verifier(check)
+    verifier = Verifier(prepare)
     verifier.begin(versions[0])
     assert begun.wait(WAIT_SECONDS)
     progress = verifier.progress()

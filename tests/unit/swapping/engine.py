@@ -74,6 +74,8 @@ class FakeEngine:
         self.script: dict[str, str] = dict(script)
         self.calls: list[str] = []
         self.pauses: list[Requests] = []
+        self.kept: list[bool] = []
+        """Of every load: whether the ranks were told that requests keep their cache."""
         self.hanging = asyncio.Event()
         self.release = asyncio.Event()
         self.sleeping = False
@@ -126,6 +128,7 @@ class FakeEngine:
         elif told.op == "activate":
             assert told.target is not None
             what = await self._point("load")
+            self.kept.append(told.keep)
             if what == "nonsense":
                 return None  # type: ignore[return-value]
             reply = self._load(told.target, what)

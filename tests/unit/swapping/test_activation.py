@@ -562,6 +562,44 @@ async def test_modes_of_running_requests(make: Make, requests: Requests) -> None
     assert answer.state.keep_allowed
 
 
+async def test_requests_cannot_keep_what_is_wiped(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = await make(FakeEngine(), SALTED)
+    answer = await world.activate(NEW, "keep")
+    assert (world.engine.pauses, world.engine.kept) == (["keep"], [True])
+    assert answer.state.swaps[-1].requests == "keep"
+
+    world.engine.ranks = replace(world.engine.ranks, suspect="w holds NaN at [3]")
+    answer = await world.activate(NEXT, "keep")
+
+    assert (world.engine.pauses, world.engine.kept) == (["keep", "recompute"], [True, False])
+    assert answer.state.swaps[-1].requests == "recompute"
+    assert "computed again instead of keeping their cache" in caplog.text
+    assert "w holds NaN at [3]" in caplog.text
+
+
+async def test_a_version_with_nan_is_served_and_said(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = await make(FakeEngine())
+    world.engine.published[NEW.digest] = replace(NEW, nonfinite="w holds NaN at [3]")
+    state = await soon(world.swapper.stage(to_stage(NEW)))
+    assert state.staged is not None
+    assert state.staged.nonfinite == "w holds NaN at [3]"
+    assert state.served is not None
+    assert state.served.nonfinite == ""
+
+    state = (await world.activate(NEW)).state
+
+    assert state.served is not None
+    assert state.served.nonfinite == "w holds NaN at [3]"
+    assert "is served, and its answers may be NaN: w holds NaN at [3]" in caplog.text
+    state = (await world.activate(NEXT)).state
+    assert state.served is not None
+    assert state.served.nonfinite == ""
+
+
 async def test_keep_is_refused_without_salts(make: Make) -> None:
     world = await make(FakeEngine())
     with pytest.raises(SwapError, match="not salted") as caught:

@@ -86,7 +86,11 @@ STATE = {
 
 def test_a_state_as_it_has_always_been() -> None:
     state = read_answer(json.dumps(STATE).encode(), EngineState, source="x")
-    assert json.loads(write(state)) == STATE
+    later = {
+        name: {**STATE[name], "nonfinite": ""}  # type: ignore[dict-item]
+        for name in ("served", "staged")
+    }
+    assert json.loads(write(state)) == {**STATE, **later}
     assert state.served == Served(version=56, digest=A, step=560, since=1)
     assert isinstance(state.staged, Staged)
     assert isinstance(state.activating, Activating)

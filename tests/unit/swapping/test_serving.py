@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 from prometheus_client import CollectorRegistry, generate_latest
 
 from shardcast.engine.forms import ActivateRequest, NewestRequest
 from shardcast.errors import ShardcastError
-from tests.unit.swapping.engine import NEW, FakeClock, FakeEngine
+from tests.unit.swapping.engine import NEW, NEXT, FakeClock, FakeEngine
 from trainer_adapter.vllm.machine import Facts
 from trainer_adapter.vllm.metrics import StateCollector, SwapMetrics
 from trainer_adapter.vllm.serving import Settings, keep_refusal, unsupported
@@ -60,7 +61,7 @@ async def test_metrics() -> None:
     def value(name: str, **labels: str) -> float | None:
         return registry.get_sample_value(f"shardcast_vllm_{name}", labels)
 
-    assert value("served_version") is None
+    assert (value("served_version"), value("nonfinite_state")) == (None, None)
     await swapper.boot()
     assert (value("served_version"), value("ready_state"), value("lag_versions")) == (1, 1, None)
     request = ActivateRequest(run="demo", version=2, digest=NEW.digest, path=NEW.path)
@@ -79,4 +80,8 @@ async def test_metrics() -> None:
     assert value("activations_total", outcome="activated") == 1
     assert value("pause_seconds_count") == 1
     assert value("swaps_count") == 2
+    assert value("nonfinite_state") == 0
+    engine.published[NEXT.digest] = structs.replace(NEXT, nonfinite="w holds NaN at [3]")
+    await swapper.activate(ActivateRequest(run="demo", version=3, digest=NEXT.digest, path="/3"))
+    assert (value("served_version"), value("nonfinite_state")) == (3, 1)
     assert NEW.digest[:8].encode() not in generate_latest(registry)
