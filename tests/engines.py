@@ -22,9 +22,9 @@ from typing import Any, Final
 import msgspec
 
 from shardcast.engine import forms
-from shardcast.engine.driver import Swapped, Target
+from shardcast.engine.driver import Swapped, Target, reason_of
 from shardcast.engine.forms import EngineState, Identity
-from shardcast.errors import EngineRefusedError, EngineUnreachableError
+from shardcast.errors import EngineRefusedError, EngineUnreachableError, ShardcastError
 
 WAIT_S: Final = 20.0
 """No wait of a test is longer."""
@@ -108,7 +108,7 @@ class FakeEngine:
 
     Attributes:
         unreachable: It does not answer.
-        refuse_stage: Why it does not stage.
+        refuse_stage: Why it does not stage; ``refuse_reason`` is the code.
     """
 
     def __init__(self, name: str = "http://fake:1", machine: Machine | None = None) -> None:
@@ -117,6 +117,7 @@ class FakeEngine:
         self.unreachable: Exception | None = None
         self.refuse_stage: str | None = None
         self.refuse_activate: str | None = None
+        self.refuse_reason = "incompatible"
         self.lose_answers = 0
         self.poisoned = False
         self.calls: list[str] = []
@@ -148,7 +149,9 @@ class FakeEngine:
         self.called(f"stage {target.version}")
         if self.refuse_stage is not None or not target.path.is_dir():
             why = self.refuse_stage or f"no directory {target.path}"
-            raise EngineRefusedError(why, source=self.name, phase="stage", reason="incompatible")
+            raise EngineRefusedError(
+                why, source=self.name, phase="stage", reason=self.refuse_reason
+            )
         self.set(staged=staged_of(target))
         return self._state
 
@@ -439,7 +442,11 @@ class JsonServer:
 
 
 class PluginServer:
-    """Behaves as vLLM with our plug-ins: an activation is a task of the server's own."""
+    """Behaves as vLLM with our plug-ins: an activation is a task of the server's own.
+
+    Attributes:
+        verify: Looks at a version that is to be staged, and raises what is wrong with it.
+    """
 
     def __init__(self, *, token: str | None = None, model: str = "policy", port: int = 0) -> None:
         self.machine = Machine()
@@ -447,6 +454,7 @@ class PluginServer:
         self.state = fresh_state("vllm")
         self.model = model
         self.fault: tuple[str, str, str] | None = None
+        self.verify: Callable[[Target], None] = lambda target: None
         self._lock = threading.Lock()
         self._served: Target | None = None
 
@@ -493,6 +501,10 @@ class PluginServer:
             return self._fault(self.fault[1], self.fault[2], "check")
         if not target.path.is_dir():
             return self._fault("unavailable", f"cannot read {target.path}", "stage")
+        try:
+            self.verify(target)
+        except ShardcastError as error:
+            return self._fault(reason_of(error), str(error), "stage")
         self.state = msgspec.structs.replace(self.state, staged=staged_of(target))
         return 200, forms.write(forms.StageAnswer(state=self.state))
 

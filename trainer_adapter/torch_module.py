@@ -24,16 +24,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from shardcast.canary import Canary, Prompt
-from shardcast.engine.driver import Swapped, Target
+from shardcast.engine.driver import Swapped, Target, reason_of
 from shardcast.engine.forms import DEFAULT_LEASE_SECONDS, EngineState, Identity, Phase
 from shardcast.engine.ledger import Ledger, Watch
-from shardcast.errors import (
-    DiskError,
-    EngineRefusedError,
-    IntegrityError,
-    NotFoundError,
-    ShardcastError,
-)
+from shardcast.errors import EngineRefusedError, ShardcastError
 from trainer_adapter.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
@@ -188,12 +182,8 @@ class TorchEngine:
                 raise
         except EngineRefusedError:
             raise
-        except IntegrityError as error:
-            raise self._error("stage", "integrity", error.message, target) from error
-        except (NotFoundError, DiskError) as error:
-            raise self._error("stage", "unavailable", error.message, target) from error
         except ShardcastError as error:
-            raise self._error("stage", "incompatible", error.message, target) from error
+            raise self._error("stage", reason_of(error), error.message, target) from error
         target = replace(target, step=checkpoint.version.layout.step)  # as it was published
         self._staged = (target, checkpoint, tensors)
         self._ledger.stage(target)

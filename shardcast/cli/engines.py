@@ -140,7 +140,8 @@ LoraOption = Annotated[
     typer.Option(
         "--lora",
         metavar="NAME",
-        help="The run's versions are adapters of this name, not weights of the base model.",
+        help="What the run's adapters are called; else as their metadata or the run says. Versions that "
+        "are no adapters are refused.",
         show_default=False,
         rich_help_panel=ENGINES,
     ),
@@ -357,6 +358,7 @@ class Minding:
                 work.close()
                 raise
             self._agent.follow_head(lambda: worker.head)
+            self._agent.repair_with(worker.repair)
             stack.enter_context(self._relay.waking(self._agent))
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._agent.run())

@@ -106,6 +106,8 @@ class WorkerView:
             self._say_ready(name, event)
         elif kind == "committed":
             self._out.result(f"committed  {name}: {event.path}")
+        elif kind == "repaired":
+            self._say_repaired(name, event)
         elif event.engine is not None:
             self._say_engine(kind, name, event)
         elif kind in _NOTICES:
@@ -120,6 +122,11 @@ class WorkerView:
             self._say_once(event.source, _said(event.source, event.error))
         elif kind in ("error", "delta_failed", "engine_failed"):
             self._out.warning(f"{event.error}")
+
+    def _say_repaired(self, name: str, event: WorkerEvent) -> None:
+        self._out.notice(
+            f"repaired   {name}: {event.path}, {size(event.bytes_fetched or 0)} fetched"
+        )
 
     def _say_engine(self, kind: str, name: str, event: WorkerEvent) -> None:
         if kind == "staged":

@@ -14,14 +14,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from shardcast.canary import Canary, canary_in
+from shardcast.engine.adapters import Use, use_of
 from shardcast.engine.board import AgentOptions, Board, Slots, stored_head
 from shardcast.engine.driver import Engine, Target
 from shardcast.engine.leases import Leases
 from shardcast.engine.metrics import EngineMetrics
 from shardcast.engine.minder import Minder
+from shardcast.engine.repairs import Repair, Repairs
 from shardcast.errors import EngineError, EngineKeyError, MalformedError, UsageError
 from shardcast.events import EventKind, WorkerEvent
 from shardcast.protocol.head import Head
+from shardcast.protocol.manifest import Version
 from shardcast.store.run import RunStore
 
 
@@ -73,6 +76,7 @@ class Agent:
         self._head: Head | None = None
         self._given_head: Callable[[], Head | None] = lambda: None
         self._options = options or AgentOptions()
+        rng = rng or random.Random()  # noqa: S311 - spreads load, keeps no secret
         self._board = Board(
             run=run,
             options=self._options,
@@ -80,6 +84,8 @@ class Agent:
             slots=Slots(self._options.max_swapping, self._wake),
             head=self._newest_head,
             retain=self._retain,
+            repairs=Repairs(run, emit, self.metrics, self._repaired, clock=clock, rng=rng),
+            use=Use(self._options.adapter),
         )
         self._minders = [
             Minder(
@@ -101,6 +107,13 @@ class Agent:
     def follow_head(self, head: Callable[[], Head | None]) -> None:
         """Say where the newest accepted head is; until one is there, the one on disk counts."""
         self._given_head = head
+
+    def repair_with(self, repair: Repair) -> None:
+        """Say who repairs a version that an engine calls damaged (``Worker.repair``).
+
+        Until then that is only told.
+        """
+        self._board.repairs.repair = repair
 
     async def run(self) -> None:
         """Mind the engines until cancelled. They are left as they are.
@@ -142,7 +155,7 @@ class Agent:
     def update(self, target: Target) -> None:
         """A version is current on this disk, and whole."""
         if self._board.leases.hold(target):  # else it is being evicted, and a newer one comes
-            self._board.target = target
+            self._board.target, self._board.use = target, self._use_of(target)
             self.metrics.current.set(target.version)
         self.look()
 
@@ -155,6 +168,7 @@ class Agent:
 
     async def close(self) -> None:
         """Close connections and give leases back. Activations go on at the engines."""
+        await self._board.repairs.close()
         await asyncio.gather(*(engine.close() for engine in self._engines), return_exceptions=True)
         self._board.leases.close()
         self._store.close()
@@ -173,10 +187,25 @@ class Agent:
         if self._board.target is not None:
             needed.add(self._board.target.digest)
         self._board.leases.keep(needed)
+        self._board.repairs.keep(needed)
+
+    def _repaired(self, target: Target) -> None:
+        self._board.leases.hold(target)
+        self._wake()
+
+    def _version(self, target: Target) -> Version | None:
+        version = self._store.load_state(target.version)
+        return version if version is not None and version.manifest == target.digest else None
+
+    def _use_of(self, target: Target) -> Use:
+        name, version = self._options.adapter, self._version(target)
+        if version is None:
+            return Use(name)
+        return use_of(version.layout, name=name, mode=self._options.mode)
 
     def _canary(self, target: Target) -> Canary | None:
-        version = self._store.load_state(target.version)
-        if version is None or version.manifest != target.digest:
+        version = self._version(target)
+        if version is None:
             return None
         try:
             return canary_in(version.layout.metadata)

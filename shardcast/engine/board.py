@@ -6,10 +6,12 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 
+from shardcast.engine.adapters import Use
 from shardcast.engine.decide import Mode
 from shardcast.engine.driver import Target
 from shardcast.engine.forms import DEFAULT_LEASE_SECONDS
 from shardcast.engine.leases import Leases
+from shardcast.engine.repairs import Repairs
 from shardcast.errors import MalformedError, UsageError
 from shardcast.protocol.envelope import open_unverified
 from shardcast.protocol.head import Head, decode_head
@@ -25,7 +27,8 @@ class AgentOptions:
         max_swapping: How many of its engines may be paused at once.
         max_lag: An engine that is more versions behind says that it is not ready; None: never.
         lease_s: How long an activation may take.
-        adapter: The run's versions are adapters, and this is what they are called.
+        adapter: The run's versions are adapters, and this is what they are called; None: the versions
+            say what they are.
         check_canary: Compare what an engine answers with the version's canary.
         poll_s: How often an engine is asked for its state.
         watch_s: The same while somebody else is to activate, or an activation is under way.
@@ -94,7 +97,9 @@ class Board:
         slots: Who may pause.
         head: Returns the newest accepted head, None before the first.
         retain: Gives back the leases of versions that no engine needs any more.
+        repairs: Has versions repaired that engines call damaged.
         target: The version that is current on this disk, leased.
+        use: What engines are to do with that.
     """
 
     run: str
@@ -103,7 +108,9 @@ class Board:
     slots: Slots
     head: Callable[[], Head | None]
     retain: Callable[[], None]
+    repairs: Repairs
     target: Target | None = None
+    use: Use = Use()  # noqa: RUF009 - immutable
 
     @property
     def withdrawn(self) -> Collection[int]:
@@ -116,6 +123,16 @@ class Board:
         """Whether the publisher holds activations."""
         head = self.head()
         return head is not None and head.hold
+
+    @property
+    def tellable(self) -> int | None:
+        """How far the run is, for engines to know their lag; None where that says nothing of it.
+
+        What is known of an engine's base model is told by whoever minds that: not by an agent that
+        brings adapters, nor before it is known what the run's versions are.
+        """
+        known = self.target is not None or self.options.max_lag is not None
+        return self.newest if known and self.use.adapter is None else None
 
     @property
     def newest(self) -> int | None:

@@ -11,7 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from shardcast.engine.forms import DEFAULT_LEASE_SECONDS, EngineState, Identity, Requests
+from shardcast.engine.forms import (
+    DEFAULT_LEASE_SECONDS,
+    EngineState,
+    ErrorCode,
+    Identity,
+    Requests,
+)
+from shardcast.errors import IntegrityError, MalformedError, ShardcastError, TrustError
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +71,17 @@ class Manner:
 
     requests: Requests = "recompute"
     lease_s: float = DEFAULT_LEASE_SECONDS
+
+
+def reason_of(error: ShardcastError) -> ErrorCode:
+    """Return the code under which a version is refused that could not be read as it should be."""
+    if isinstance(error, IntegrityError):
+        return "integrity"
+    if isinstance(error, TrustError):
+        return "conflict"
+    if isinstance(error, MalformedError):
+        return "incompatible"
+    return "unavailable"
 
 
 class Engine(Protocol):

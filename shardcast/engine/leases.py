@@ -38,9 +38,16 @@ class Leases:
         self.targets: Mapping[str, Target] = MappingProxyType(self._targets)
 
     def hold(self, target: Target) -> bool:
-        """Lease a version; False if it is not there any more, or just being evicted."""
-        if target.digest in self._fds:
+        """Lease a version; False if it is not there any more, or just being evicted.
+
+        What is leased and has another directory now (it was repaired) is leased anew.
+        """
+        held = self._fds.get(target.digest)
+        if held is not None and os.fstat(held).st_nlink:
             return True
+        if held is not None:
+            os.close(self._fds.pop(target.digest))
+            del self._targets[target.digest]
         with suppress(DiskError, BusyError):
             self._fds[target.digest] = _lock(target)
             self._targets[target.digest] = target

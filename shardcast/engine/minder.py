@@ -12,7 +12,6 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Final
 
 from shardcast.canary import Canary, difference
 from shardcast.engine.board import Board
@@ -21,6 +20,8 @@ from shardcast.engine.decide import Action, Kind, Mode, View, decide, served_by
 from shardcast.engine.driver import Engine, Target
 from shardcast.engine.forms import EngineState, Identity, label_of
 from shardcast.engine.metrics import EngineMetrics
+from shardcast.engine.patience import Patience
+from shardcast.engine.repairs import is_about_files
 from shardcast.engine.reports import Reports
 from shardcast.errors import (
     EngineError,
@@ -29,13 +30,6 @@ from shardcast.errors import (
     EngineUnreachableError,
 )
 from shardcast.events import WorkerEvent
-
-RETRY_FIRST_S: Final = 1.0
-RETRY_CAP_S: Final = 30.0
-"""What an engine could not do is tried again after so long at most; a newer version, at once."""
-MISFIT_S: Final = 600.0
-"""The same where the version and the engine do not fit: to find out costs hashing all of it."""
-MISFITS: Final = frozenset({"incompatible", "unsupported", "conflict", "malformed"})
 
 
 class Minder:
@@ -77,7 +71,8 @@ class Minder:
         self._reports = Reports(engine.name, board.run, emit, metrics)
         self._canary = canary
         self._clock = clock
-        self._rng = rng or random.Random()  # noqa: S311 - spreads load, keeps no secret
+        rng = rng or random.Random()  # noqa: S311 - spreads load, keeps no secret
+        self._patience = Patience(clock, rng)
         self._state: EngineState | None = None
         self._seen: bool = False
         self._identity: Identity | None = None
@@ -89,9 +84,7 @@ class Minder:
         self._refused: set[str] = set()
         self._checked: set[str] = set()
         self._pending: tuple[Target, float] | None = None
-        self._failures = 0
-        self._rests_until = 0.0
-        self._failed_with: str | None = None
+        self._misused: str | None = None
 
     async def run(self) -> None:
         """Mind it. Ends by cancellation only; an activation that was begun goes on at the engine."""
@@ -134,12 +127,15 @@ class Minder:
         self._take(state)
         if await self._check_canary():
             return 0.0
+        self._tell_misuse()
         action = decide(self._view(state))
         try:
             return await self._perform(action, state)
         except EngineRefusedError as error:
             if error.reason == "busy":  # somebody else is at it: no failure of the engine's
                 return self._options.watch_s
+            if self._patience.passes(error, action.kind):
+                return 0.0
             return self._fail(error, error.phase, action)
         except EngineUncertainError as error:
             if self._pending is not None:
@@ -152,7 +148,7 @@ class Minder:
         target = action.target
         match action.kind:
             case Kind.TELL:
-                self._told = self._board.newest  # whether or not it hears: nothing waits for it
+                self._told = self._board.tellable  # whether or not it hears: nothing waits for it
                 if self._told is not None:
                     run, max_lag = self._board.run, self._options.max_lag
                     told = await self._engine.tell(run, self._told, max_lag)
@@ -166,8 +162,8 @@ class Minder:
             case Kind.LOAD if target is not None:
                 with self._working_on(target):
                     await self._load(target)
-            case Kind.UNLOAD if action.identity is not None and self._options.adapter:
-                await self._engine.unload_adapter(self._options.adapter, action.identity)
+            case Kind.UNLOAD if action.identity is not None and self._board.use.adapter:
+                await self._engine.unload_adapter(self._board.use.adapter, action.identity)
             case _:
                 return self._pause_s(state)
         return 0.0
@@ -176,14 +172,16 @@ class Minder:
         """Return when to look again, where nothing is to be done now."""
         watched = self._options.mode is Mode.MANUAL or state.activating is not None
         pause_s = self._options.watch_s if watched or self._pending else self._options.poll_s
-        rest_s = self._rests_until - self._clock()
+        rest_s = self._patience.left_s
         return max(min(pause_s, rest_s), 0.01) if rest_s > 0 else pause_s
 
     def _view(self, state: EngineState) -> View:
-        board, target = self._board, self._board.target
-        digest = None if target is None else target.digest
-        if digest != self._failed_with:  # a new version may well do
-            self._failures, self._rests_until = 0, 0.0
+        board = self._board
+        target = None if board.use.refusal else board.target
+        digest = None if board.target is None else board.target.digest
+        self._patience.at_stake((digest, board.repairs.count))
+        rests = self._patience.left_s > 0
+        mending = target is not None and board.repairs.under_way(target.digest)
         return View(
             state=state,
             target=target,
@@ -193,12 +191,21 @@ class Minder:
             refused=self._refused,
             hold=board.hold,
             mode=self._options.mode,
-            newest=board.newest,
+            newest=board.tellable,
             told=self._told if state.newest is not None or not self._tellable else None,
-            resting=self._clock() < self._rests_until or self._pending is not None,
+            resting=rests or mending or self._pending is not None,
             slot=board.slots.free_for(self.name),
-            adapter=self._options.adapter,
+            adapter=board.use.adapter,
         )
+
+    def _tell_misuse(self) -> None:
+        """Say once of a version that no engine is told to take."""
+        target, refusal = self._board.target, self._board.use.refusal
+        if target is None or not refusal or self._misused == target.digest:
+            return
+        self._misused = target.digest
+        error = EngineRefusedError(refusal, source=self.name, phase="check", reason="refused")
+        self._reports.failed(error, error.phase, target)
 
     @contextmanager
     def _working_on(self, target: Target) -> Iterator[None]:
@@ -216,7 +223,7 @@ class Minder:
         self._state = await self._engine.stage(target)
         self._metrics.seen(self.name, self._state, self._board.newest)
         self._reports.staged(target, self._clock() - started)
-        self._healed()
+        self._patience.succeeded(Kind.STAGE)
 
     async def _activate(self, target: Target) -> float:
         slots = self._board.slots
@@ -238,12 +245,12 @@ class Minder:
         return 0.0
 
     async def _load(self, target: Target) -> None:
-        name = self._options.adapter
+        name = self._board.use.adapter
         assert name is not None
         state = await self._engine.load_adapter(name, target)
         loaded = [one for one in state.lora if one.digest == target.digest and one.name == name]
         self._reports.loaded(target, loaded[0].model if loaded else None)
-        self._healed()
+        self._patience.succeeded(Kind.LOAD)
 
     # --- what it sees -----------------------------------------------------------------------
 
@@ -262,11 +269,12 @@ class Minder:
             self._announce_seen(state, identity)
         if identity is None and self._identity is not None:  # it was started again, or is poisoned
             self._checked.discard(self._identity.digest)
-            self._rests_until = 0.0
+            self._patience.hurry()
         self._identity, self._seen = identity, True
         if identity is not None and not self._must_check(identity):
             self._is_good(identity)
-        self._reports.back()
+        if self._reports.back():  # perhaps started anew, by somebody who has mended something
+            self._patience.hurry()
         if self._options.mode is Mode.MANUAL:
             self._tell_failure(state)
         self._metrics.seen(self.name, state, self._board.newest)
@@ -290,6 +298,11 @@ class Minder:
             reason=failure.code,
         )
         self._reports.failed(error, failure.phase)
+        held = [
+            one for one in self._board.leases.targets.values() if one.version == failure.version
+        ]
+        if held and is_about_files(error):
+            self._board.repairs.ask(held[0], self.name)
 
     def _resolve(self, state: EngineState, identity: Identity | None) -> None:
         """Learn what became of an activation that the engine did not answer."""
@@ -316,7 +329,7 @@ class Minder:
 
     def _note(self, identity: Identity, step: int | None, pause_ms: float | None) -> None:
         self._reports.activated(identity, step, pause_ms)
-        self._healed()
+        self._patience.succeeded(Kind.ACTIVATE)
 
     # --- canaries ---------------------------------------------------------------------------
 
@@ -378,18 +391,12 @@ class Minder:
         return self._options.poll_s
 
     def _fail(self, error: EngineError, phase: str, action: Action) -> float:
-        self._failures += 1
-        target = self._board.target
-        self._failed_with = None if target is None else target.digest
-        cap = min(RETRY_FIRST_S * 2.0 ** min(self._failures, 16), RETRY_CAP_S)
-        if isinstance(error, EngineRefusedError) and error.reason in MISFITS:
-            cap = MISFIT_S
-        self._rests_until = self._clock() + self._rng.uniform(cap / 2, cap)
+        self._patience.failed(error, action.kind)
         self._reports.failed(error, phase, action.target)
+        about_files = isinstance(error, EngineRefusedError) and is_about_files(error)
+        if about_files and action.target is not None:
+            self._board.repairs.ask(action.target, self.name)
         return 0.0 if self._pending is not None else self._options.watch_s
-
-    def _healed(self) -> None:
-        self._failures, self._rests_until = 0, 0.0
 
 
 def _names_in(state: EngineState) -> Iterator[Identity]:

@@ -78,10 +78,12 @@ class Reports:
         self._away = True
         self.failed(error, AWAY)
 
-    def back(self) -> None:
-        """The engine answers; if it does not once more, that is told again."""
-        if self._away:
-            self._away, self._last = False, None
+    def back(self) -> bool:
+        """The engine answers; say whether it did not before. If it does not once more, that is told."""
+        if not self._away:
+            return False
+        self._away, self._last = False, None
+        return True
 
     def _tell(
         self,

@@ -22,7 +22,7 @@ from typing import Any, Final
 from shardcast.config import NetConfig
 from shardcast.engine import forms
 from shardcast.engine.client import ASK_S, EngineClient
-from shardcast.engine.driver import Manner, Swapped, Target
+from shardcast.engine.driver import Manner, Swapped, Target, reason_of
 from shardcast.engine.forms import EngineState, Identity, Phase
 from shardcast.engine.intents import Intents, MemoryIntents
 from shardcast.engine.ledger import Ledger, Watch
@@ -34,6 +34,7 @@ from shardcast.errors import (
     EngineUncertainError,
     EngineUnreachableError,
     EngineUnsupportedError,
+    ShardcastError,
     UsageError,
 )
 
@@ -186,7 +187,8 @@ class SglangEngine:
         except EngineError:
             raise
         except Exception as error:
-            raise self._error("stage", "integrity", str(error), target.version) from error
+            reason = reason_of(error) if isinstance(error, ShardcastError) else "integrity"
+            raise self._error("stage", reason, str(error), target.version) from error
         self._ledger.stage(target)
 
     # --- activate ---------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import random
 import signal
 import time
@@ -28,6 +29,7 @@ from tests.engines import PluginServer, SglangServer, logprobs
 from tests.fakes import FakeRun, RunServer
 from tests.tree import tree
 from tests.unit.safetensors import safetensors
+from trainer_adapter.checkpoint import Checkpoint
 
 pytestmark = [pytest.mark.e2e]
 
@@ -243,9 +245,10 @@ def test_killed_between_the_calls_that_sglang_needs(tmp_path: Path) -> None:
         first.kill()
         first.wait(timeout=WAIT_S)
         server.machine.gate.set()
-        eventually(lambda: not server.machine.loading.is_set(), "the load does not end")
+        # Its way back reads the new version once more, under the old one's label.
+        eventually(lambda: server.machine.weights == weights(2), "the load does not end")
         assert server.machine.paused
-        assert server.machine.half
+        assert server.label.startswith("policy/1/")
         second = here.follow(kind="sglang", name="second")
         activated(second, 2, server)
         assert server.machine.answer() == weights(2)
@@ -306,18 +309,97 @@ def test_the_orchestrator_activates(tmp_path: Path) -> None:
         assert event["pause_ms"] == 1.0
 
 
-def test_adapters(tmp_path: Path) -> None:
+def adapter_files(number: int) -> dict[str, bytes]:
+    """A version as PEFT saves an adapter."""
+    noise = random.Random(number).randbytes(3000)
+    return {
+        "adapter_config.json": b"{}",
+        "adapter_model.safetensors": safetensors({"w": ("U8", [len(noise)], noise)}),
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "name"), [(["--lora", "math"], "math"), ([], "policy")], ids=["named", "by the run"]
+)
+def test_adapters(tmp_path: Path, options: list[str], name: str) -> None:
     with place(tmp_path, PluginServer()) as here:
         (server,) = here.servers
-        here.publish(1)
-        follow = here.follow("--lora", "math")
+        here.run.publish(adapter_files(1))
+        follow = here.follow(*options)
         (event,) = activated(follow, 1, server)
-        assert event["model"] == f"math-{event['manifest']}"
-        here.publish(2)
+        assert event["model"] == f"{name}-{event['manifest']}"
+        here.run.publish(adapter_files(2))
         activated(follow, 2, server)
         assert isinstance(server, PluginServer)
         eventually(lambda: [one.version for one in server.state.lora] == [2], "both are loaded")
         assert server.machine.loads == []
+        assert server.state.newest is None  # that is for whoever minds the base model
+
+
+def test_a_whole_model_is_no_adapter(tmp_path: Path) -> None:
+    with place(tmp_path, PluginServer()) as here:
+        (server,) = here.servers
+        here.publish(1)
+        follow = here.follow("--lora", "math")
+        failed = follow.wait_event("engine_failed", timeout=WAIT_S)
+        assert "version 1 of run policy is no LoRA adapter" in failed["message"]
+        assert "--lora math" in failed["message"]
+        here.run.publish(adapter_files(2))
+        activated(follow, 2, server)
+        assert len(follow.events("engine_failed")) == 1
+        assert not [one for one in server.http.asked if forms.STAGE_PATH in one]
+
+
+def test_a_version_that_is_damaged_under_the_follower_is_repaired_and_served(
+    tmp_path: Path,
+) -> None:
+    """Committed, then a bit flips on the disk, then the engine looks."""
+    server = PluginServer()
+    damaged: list[tuple[Path, int]] = []
+
+    def verify(target: Target) -> None:
+        path = target.path / "model.safetensors"
+        if not damaged:
+            times = path.stat()
+            data = bytearray(path.read_bytes())
+            data[-1] ^= 1
+            path.write_bytes(data)
+            os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+            damaged.append((path, times.st_ino))
+        with Checkpoint(
+            target.path, run=target.run, version=target.version, digest=target.digest
+        ) as checkpoint:
+            checkpoint.verify()
+
+    server.verify = verify
+    with tree(tmp_path / "tree") as made, server.http.running():
+        origin = made.origin()
+        relay = made.relay("relay", parents=[origin.url])
+        checkpoint = tmp_path / "step"
+        checkpoint.mkdir()
+        for name, data in files_of(1).items():
+            (checkpoint / name).write_bytes(data)
+        made.publish(checkpoint)
+        options = ["--engine", "vllm", "--engine-url", server.url]
+        worker = made.follow("w", *options, sources=[relay.url])
+        activated(worker.process, 1, server)
+        order = [event["event"] for event in worker.process.events() if event.get("version") == 1]
+        told = [kind for kind in order if kind in ORDER]
+        assert told == list(ORDER)
+        (failed,) = worker.process.events("engine_failed")
+        assert "is not what was published" in failed["message"]
+        (repaired,) = worker.process.events("repaired")
+        assert repaired["path"] == str(damaged[0][0].parent)
+        assert 0 < repaired["bytes_fetched"] < 100_000  # a shard of it
+        assert server.machine.answer() == weights(1)
+        assert damaged[0][0].read_bytes() == files_of(1)["model.safetensors"]
+        assert damaged[0][0].stat().st_ino != damaged[0][1]
+        verifying = made.processes.start(shardcast("verify", worker.out), name="verify")
+        assert verifying.wait(timeout=WAIT_S) == 0
+        made.pull(worker.out, sources=[relay.url])  # beside the follower
+
+
+ORDER = ("committed", "engine_failed", "damaged", "repaired", "staged", "activated")
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,8 @@ from typing import Final, Protocol
 
 from msgspec.structs import replace
 
-from shardcast.errors import (
-    EngineRefusedError,
-    IntegrityError,
-    MalformedError,
-    ShardcastError,
-    TrustError,
-)
+from shardcast.engine.driver import reason_of
+from shardcast.errors import EngineRefusedError, ShardcastError
 from trainer_adapter.checkpoint import Checkpoint, StoppedError
 from trainer_adapter.vllm.ranks import Progress, RankFailure, Target
 
