@@ -30,16 +30,15 @@ class Injected:
             _install(self)
         return os.getpid()
 
-    def suppress_wipes(self, times: int) -> None:
-        """Let so many wipes of the KV memory do nothing."""
+    def spoil_wipe(self, how: str) -> None:
+        """Let the next wipe of the KV memory do nothing (``skip``), or fail (``raise``)."""
         residue: Any = getattr(self, "weight_transfer_engine").rank._residue  # noqa: B009
-        real, left = residue._memory.wipe, [None] * times
+        real = residue._memory.wipe
 
         def wipe() -> None:
-            if left:
-                left.pop()
-            else:
-                real()
+            residue._memory.wipe = real
+            if how == "raise":
+                raise RuntimeError("injected: while the KV memory was wiped")
 
         residue._memory.wipe = wipe
 

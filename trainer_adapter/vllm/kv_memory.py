@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
+import numpy as np
 import torch
 
 from shardcast.finite import FORMATS, PIECE_BYTES, first_bad
@@ -95,5 +96,8 @@ def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
         return
     rows = PIECE_BYTES // row_bytes
     for start in range(0, len(tensor), rows):
-        piece = tensor[start : start + rows].contiguous()
-        yield memoryview(piece.view(-1).view(torch.uint8).numpy())
+        piece = tensor[start : start + rows]
+        if piece.stride(-1) != 1:
+            piece = piece.contiguous()
+        # Copied by numpy: torch would take all cores for it, from an engine that serves.
+        yield np.ascontiguousarray(piece.view(torch.uint8).numpy()).reshape(-1).data
