@@ -349,8 +349,8 @@ class Checkpoint:
             raise IntegrityError(
                 f"version {self.version.number}, {extent.path}, shard {shard} (bytes "
                 f"{extent.offset} to {extent.offset + extent.length - 1}) is not what was "
-                "published: run `shardcast verify` on the directory, and pull the version again "
-                "(`shardcast follow` does that when it is started again)",
+                "published: `shardcast follow --engine` repairs that; without it stop the follower and "
+                "`shardcast pull`, which fetches it again",
                 source=str(self.directory),
             )
 
