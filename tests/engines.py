@@ -149,9 +149,8 @@ class FakeEngine:
         self.called(f"stage {target.version}")
         if self.refuse_stage is not None or not target.path.is_dir():
             why = self.refuse_stage or f"no directory {target.path}"
-            raise EngineRefusedError(
-                why, source=self.name, phase="stage", reason=self.refuse_reason
-            )
+            reason = "unavailable" if self.refuse_stage is None else self.refuse_reason
+            raise EngineRefusedError(why, source=self.name, phase="stage", reason=reason)
         self.set(staged=staged_of(target))
         return self._state
 

@@ -115,7 +115,7 @@ class VersionDirectory:
         hasher = xxhash.xxh3_128()
         with disk_errors(self.path / path, "reading"):
             try:
-                fd = self.open_file(path, os.O_RDONLY | os.O_NOFOLLOW)
+                fd = self.open_file(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             except (FileNotFoundError, NotADirectoryError):
                 return None
             except OSError as error:

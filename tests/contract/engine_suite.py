@@ -9,6 +9,7 @@ import pytest
 
 from shardcast.engine.decide import served_by
 from shardcast.engine.driver import Engine, Target
+from shardcast.engine.repairs import is_about_files
 from shardcast.errors import EngineError, EngineRefusedError
 
 WAIT_S = 120
@@ -102,12 +103,16 @@ class EngineContract:
         await harness.engine.activate(harness.version(1))
         lost = harness.version(2)
         gone = Target("policy", 2, lost.digest, lost.path.with_name("gone"), lost.step)
-        with pytest.raises(EngineRefusedError):
-            await harness.engine.stage(gone)
-        with pytest.raises(EngineRefusedError):
-            await harness.engine.activate(gone)
+        for act in (harness.engine.stage, harness.engine.activate):
+            with pytest.raises(EngineRefusedError) as refused:
+                await act(gone)
+            assert refused.value.reason == "unavailable"
+            assert is_about_files(refused.value)  # so the agent has it repaired
         assert served_by(await harness.engine.state()) == harness.version(1).identity
         assert await harness.loaded() == 1
+        state = await harness.engine.stage(lost)  # and takes it once it is whole again
+        assert state.staged is not None
+        assert state.staged.digest == lost.digest
 
     async def test_a_load_that_breaks_gives_the_old_version_back(self, harness: Harness) -> None:
         await harness.engine.activate(harness.version(1))

@@ -141,6 +141,26 @@ def test_what_engines_do_as_lines(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
+def test_what_becomes_of_a_version_that_an_engine_calls_damaged(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = Path("/out/versions/000004")
+    repaired = event(EventKind.REPAIRED, version=4, path=path, bytes_fetched=2_000_000)
+    right = EngineError(f"every byte of version 4 in {path} is right", source=ENGINE)
+    for made in (Output(), Output(json=True)):
+        shown = view(made, Clock(0.0))
+        shown.on_event(repaired)
+        shown.on_event(event(EventKind.INTACT, version=4, path=path, engine=ENGINE, error=right))
+    said = capsys.readouterr()
+    first, second, *_ = said.err.splitlines()
+    assert first == f"repaired   policy version 4: {path}, 2.0 MB fetched"
+    assert second.startswith("warning: every byte of version 4")
+    told = [json.loads(line) for line in said.out.splitlines()]
+    assert [one["event"] for one in told] == ["repaired", "intact"]
+    assert (told[0]["path"], told[0]["bytes_fetched"]) == (str(path), 2_000_000)
+    assert (told[1]["engine"], told[1]["code"]) == (ENGINE, "engine")
+
+
 def test_what_engines_do_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     shown = view(Output(json=True), Clock(0.0))
     for one in (ACTIVATED, ADAPTER, FAILED):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,28 @@ import pytest
 from shardcast.engine import patience, repairs
 from shardcast.engine.adapters import Use, use_of
 from shardcast.engine.decide import Kind, Mode
-from shardcast.engine.driver import Target
+from shardcast.engine.driver import Target, reason_of
 from shardcast.engine.forms import Failure
+from shardcast.engine.leases import Leases
 from shardcast.engine.metrics import EngineMetrics
 from shardcast.engine.patience import Patience
 from shardcast.engine.repairs import Repairs
-from shardcast.errors import EngineRefusedError, EngineUncertainError, NetworkError
+from shardcast.errors import (
+    BusyError,
+    DiskError,
+    EngineRefusedError,
+    EngineUncertainError,
+    IntegrityError,
+    MalformedError,
+    MixAndMatchError,
+    NetworkError,
+    NotFoundError,
+    ShardcastError,
+)
 from shardcast.events import EventKind, WorkerEvent
 from shardcast.mending import Repaired
 from shardcast.protocol.layout import FileEntry, Layout
+from shardcast.store.run import RunStore
 from tests.engines import FakeEngine, make_version
 from tests.unit.engine.test_agent import World, minding, served
 
@@ -190,6 +204,40 @@ async def test_what_an_orchestrator_fails_at_is_repaired_too(tmp_path: Path) -> 
             last_failure=Failure(phase="stage", code="integrity", message="shard 3", version=1, t=5)
         )
         await world.until(lambda: worker.asked == [(1, target.digest)])
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (IntegrityError("shard 3"), "integrity"),
+        (NotFoundError("it lacks a file"), "unavailable"),
+        (DiskError("EIO"), "unavailable"),
+        (BusyError("it is being evicted"), "unavailable"),
+        (MalformedError("no .safetensors file"), "incompatible"),
+        (MixAndMatchError("of another version"), "conflict"),
+    ],
+)
+def test_what_drivers_call_what_they_cannot_read(error: ShardcastError, reason: str) -> None:
+    assert reason_of(error) == reason
+    refused = EngineRefusedError("no", phase="stage", reason=reason_of(error))
+    assert repairs.is_about_files(refused) == (reason in ("integrity", "unavailable"))
+    # The agent's own note could not be written: no version's fault.
+    assert not repairs.is_about_files(EngineRefusedError("no", phase="pause", reason="unavailable"))
+
+
+def test_a_directory_that_was_made_anew_is_leased_anew(tmp_path: Path) -> None:
+    store = RunStore(tmp_path, "policy")
+    leases = Leases(store)
+    target = make_version(tmp_path / "versions", 1)
+    assert leases.hold(target)
+    shutil.rmtree(target.path)
+    make_version(tmp_path / "versions", 1)
+    assert leases.hold(target)
+    assert dict(leases.targets) == {target.digest: target}
+    assert not store.evict(1)
+    leases.close()
+    assert store.evict(1)
+    store.close()
 
 
 class Scene:
