@@ -10,21 +10,20 @@ from __future__ import annotations
 import logging
 import os
 from argparse import Namespace
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import shardcast
 from shardcast.engine.forms import MAX_REQUEST_BYTES
-from shardcast.errors import EngineUnsupportedError, ShardcastError
+from shardcast.errors import ShardcastError
 from trainer_adapter.vllm.adapters import Adapters
 from trainer_adapter.vllm.api import ROUTES, Api, Call
 from trainer_adapter.vllm.client import VllmAdapters, VllmControl, hold_adapter
+from trainer_adapter.vllm.configured import refusal, settings_of
 from trainer_adapter.vllm.control import SystemClock
 from trainer_adapter.vllm.machine import Facts, Machine, SwapError
 from trainer_adapter.vllm.metrics import StateCollector, SwapMetrics
 from trainer_adapter.vllm.middleware import VersionMiddleware
-from trainer_adapter.vllm.plugin import require_supported
-from trainer_adapter.vllm.serving import Settings, keep_refusal, unsupported
+from trainer_adapter.vllm.serving import Settings, keep_refusal
 from trainer_adapter.vllm.swap import Swapper
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ class Endpoints:
             engine_version=settings.engine_version,
             plugin_version=shardcast.__version__,
             keep_refusal=keep_refusal(settings, salting=self._salting),
-            unsupported=_unsupported(settings),
+            unsupported=refusal(settings),
         )
         control = VllmControl(engine_client, may_sleep=settings.may_sleep)
         swapper = Swapper(control, facts, SystemClock())
@@ -150,14 +149,6 @@ def _metrics(swapper: Swapper) -> SwapMetrics | None:
     return metrics
 
 
-def _unsupported(settings: Settings) -> str:
-    try:
-        require_supported()
-    except EngineUnsupportedError as error:
-        return error.message
-    return unsupported(settings)
-
-
 def _settings(engine_client: Any, args: Namespace) -> Settings:
     """Read what matters of vLLM's configuration."""
     import vllm
@@ -166,29 +157,9 @@ def _settings(engine_client: Any, args: Namespace) -> Settings:
     plugins = os.environ.get("VLLM_PLUGINS")
     if engine_client is None:
         return Settings(engine_version=version, plugins=plugins, engine=False)
-    config = engine_client.vllm_config
-    transfer = config.weight_transfer_config
-    parallel = config.parallel_config
-    return Settings(
+    return settings_of(
+        engine_client.vllm_config,
         engine_version=version,
         plugins=plugins,
-        backend=None if transfer is None else str(transfer.backend),
         servers=getattr(args, "api_server_count", None) or 1,
-        data_parallel=int(parallel.data_parallel_size),
-        multimodal=bool(config.model_config.is_multimodal_model),
-        connector=_connector(config),
-        lora=config.lora_config is not None,
-        may_sleep=bool(config.model_config.enable_sleep_mode),
     )
-
-
-def _connector(config: Any) -> Mapping[str, bool]:
-    """Return the KV connector's name, if there is one, and whether it can forget what it holds."""
-    transfer = config.kv_transfer_config
-    if transfer is None or not transfer.kv_connector:
-        return {}
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-
-    found = KVConnectorFactory.get_connector_class(transfer)
-    return {str(transfer.kv_connector): found.reset_cache is not KVConnectorBase_V1.reset_cache}

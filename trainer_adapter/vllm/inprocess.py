@@ -9,29 +9,36 @@
         outputs = llm.generate(...)
 
 The files are verified, the model is checked to fit them, all ranks agree; where anything fails
-before, the model is not touched, and where it fails later the old version is loaded again.
+before, the model is not touched, and where it fails later the old version is loaded again. Where
+that fails as well, ``LLM`` takes no requests any more, and ``AsyncLLM`` stays paused, until a swap
+succeeds.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from msgspec.structs import replace
+
 import shardcast
 from shardcast.engine.forms import (
     DEFAULT_LEASE_SECONDS,
+    UNKNOWN_VERSION,
     ActivateAnswer,
     ActivateRequest,
     Requests,
     StageRequest,
     label_of,
 )
-from shardcast.errors import EngineError, EngineRefusedError, EngineUncertainError
+from shardcast.errors import EngineError, EngineRefusedError, EngineUncertainError, ShardcastError
 from trainer_adapter.vllm.client import VllmControl
+from trainer_adapter.vllm.configured import refusal, settings_of
 from trainer_adapter.vllm.control import SystemClock
-from trainer_adapter.vllm.machine import Facts
+from trainer_adapter.vllm.machine import Facts, SwapError
 from trainer_adapter.vllm.ranks import (
     RPC,
     Report,
@@ -41,9 +48,11 @@ from trainer_adapter.vllm.ranks import (
     stage_command,
     state_command,
 )
+from trainer_adapter.vllm.serving import keep_refusal, unsupported
+from trainer_adapter.vllm.staging import Staging
 from trainer_adapter.vllm.swap import Swapper
 
-_ASK_SECONDS: Final = 0.01
+_AGAIN: Final = "swap again (every swap is a full load), or restart the engine"
 
 
 class Obtained(Protocol):
@@ -84,6 +93,9 @@ def target_of(run: str, update: Obtained) -> Target:
 def swap(llm: Any, target: Target, *, sleep: Callable[[float], None] = time.sleep) -> Report:
     """Let an ``LLM`` take a version over; between two calls of ``generate``.
 
+    While weights are loaded the label is ``unknown`` and ``generate`` raises. Both end when it is
+    known which version is loaded, and not before: an interruption anywhere leaves them so.
+
     Args:
         llm: vLLM's ``LLM``, with the weight-transfer backend ``shardcast``.
         target: The version.
@@ -94,19 +106,34 @@ def swap(llm: Any, target: Target, *, sleep: Callable[[float], None] = time.slee
 
     Raises:
         EngineRefusedError: If it was not taken over: what was served before still is.
-        EngineError: If nobody knows which weights are loaded: swap again (a full load) or restart.
+        EngineError: If nobody knows which weights are loaded. ``generate`` raises it as well, until
+            a ``swap`` succeeds (every one is a full load).
     """
+    _require_swappable(llm)
     if llm.llm_engine.has_unfinished_requests():
         raise EngineRefusedError("requests are running", phase="pause", reason="busy")
-    _stage(lambda command: combine(llm.collective_rpc(RPC, args=(command,))), target, sleep)
-    report = combine(llm.collective_rpc(RPC, args=(activate_command(target),)))
-    if report.outcome == "already":
+    report = _stage(llm, target, sleep)
+    if report.served is not None and report.served.identity == target.identity:
+        _open(llm, report.served)
+        return replace(report, outcome="already")
+    _forget_caches(llm)
+    before = llm.get_weight_version()
+    name = f"version {target.version}"
+    _shut(llm, f"{name} was being loaded, and nobody knows how that ended: {_AGAIN}")
+    report = _tell(
+        llm, activate_command(target), f"; nobody knows whether {name} is loaded: {_AGAIN}"
+    )
+    if report.outcome in ("activated", "already"):
+        _open(llm, report.served or target)
         return report
-    if not (llm.reset_prefix_cache() and _reset_others(llm)):
-        raise EngineUncertainError("the prefix cache could not be reset: it holds old values")
-    raise_for(report)
-    llm.update_weight_version(label_of(target.identity))
-    return report
+    if report.poisoned or report.outcome == "poisoned":
+        why = report.poisoned or report.message
+        _shut(llm, why)
+        raise EngineError(why)
+    _open(llm, report.served, otherwise=before)
+    raise EngineRefusedError(
+        report.message, phase=report.phase or "load", reason=report.code or "failed"
+    )
 
 
 def served(llm: Any) -> Target | None:
@@ -115,50 +142,95 @@ def served(llm: Any) -> Target | None:
     None if it was booted from elsewhere and nothing was swapped since.
 
     Raises:
-        EngineError: If nobody knows which weights are loaded.
+        EngineRefusedError: If this engine cannot swap; says how to start it.
+        EngineError: If nobody knows which weights are loaded; ``generate`` raises it, too.
     """
-    report = combine(llm.collective_rpc(RPC, args=(state_command(),)))
+    _require_swappable(llm)
+    report = _tell(llm, state_command())
     if report.poisoned:
+        _shut(llm, report.poisoned)
         raise EngineError(report.poisoned)
     if report.served is not None:
-        llm.update_weight_version(label_of(report.served.identity))
+        _open(llm, report.served)
     return report.served
 
 
-def _stage(
-    tell: Callable[[dict[str, Any]], Report], target: Target, sleep: Callable[[float], None]
-) -> None:
-    report = tell(stage_command(target))
-    while report.staging is not None:
-        sleep(_ASK_SECONDS)
-        report = tell(state_command())
-    if report.failed is not None:
-        raise EngineRefusedError(report.failed.message, phase="stage", reason=report.failed.code)
+def _require_swappable(llm: Any) -> None:
+    engine = llm.llm_engine
+    settings = settings_of(engine.vllm_config, plugins=os.environ.get("VLLM_PLUGINS"))
+    why = unsupported(settings)
+    if why:
+        raise EngineRefusedError(why, phase="check", reason="unsupported")
+    if engine.is_sleeping():
+        raise EngineRefusedError(
+            "the engine is asleep: call wake_up() without tags first",
+            phase="check",
+            reason="refused",
+        )
 
 
-def _reset_others(llm: Any) -> bool:
-    llm.llm_engine.reset_mm_cache()
-    llm.llm_engine.reset_encoder_cache()
-    return True
+def _tell(llm: Any, command: dict[str, Any], meaning: str = "") -> Report:
+    try:
+        return combine(llm.collective_rpc(RPC, args=(command,)))
+    except ShardcastError:
+        raise
+    except Exception as error:
+        raise EngineUncertainError(f"the engine did not answer ({error}){meaning}") from error
 
 
-def raise_for(report: Report) -> None:
-    """Raise what an activation's report says.
+def _stage(llm: Any, target: Target, sleep: Callable[[float], None]) -> Report:
+    report = _tell(llm, stage_command(target))
+    staging = Staging(target, time.monotonic())
+    try:
+        while not staging.over(report, time.monotonic()):
+            sleep(staging.wait())
+            report = _tell(llm, state_command())
+    except SwapError as error:
+        raise EngineRefusedError(error.message, phase="stage", reason=error.slug) from error
+    return report
 
-    Raises:
-        EngineRefusedError: After ``refused`` and ``restored``.
-        EngineError: After ``poisoned``.
-    """
-    if report.outcome in ("refused", "restored"):
-        raise EngineRefusedError(report.message, phase=report.phase, reason=report.code)
-    if report.outcome == "poisoned":
-        raise EngineError(report.message)
+
+def _forget_caches(llm: Any) -> None:
+    """Forget what was computed with the old weights: before the load, so that failing is harmless."""
+    try:
+        forgotten = llm.reset_prefix_cache(reset_connector=True)
+        llm.llm_engine.reset_mm_cache()
+        llm.llm_engine.reset_encoder_cache()
+    except Exception as error:
+        raise _kept_caches(f"resetting its caches failed ({error})") from error
+    if not forgotten:
+        raise _kept_caches("its prefix cache, or its KV connector's, cannot be reset now")
+
+
+def _kept_caches(what: str) -> EngineRefusedError:
+    return EngineRefusedError(
+        f"{what}, and it would answer from what the old weights computed; nothing was loaded: end"
+        " what uses the cache, then swap again",
+        phase="pause",
+        reason="refused",
+    )
+
+
+def _shut(llm: Any, why: str) -> None:
+    """Take no requests, and label nothing with a version, until ``_open``."""
+
+    def refuse(*args: object, **members: object) -> None:
+        raise EngineError(why)
+
+    llm.llm_engine.add_request = refuse  # on this object, before its class's
+    llm.update_weight_version(UNKNOWN_VERSION)
+
+
+def _open(llm: Any, version: Target | None, *, otherwise: str = UNKNOWN_VERSION) -> None:
+    """Label what is loaded (``otherwise``, if that is no version), then take requests."""
+    llm.update_weight_version(otherwise if version is None else label_of(version.identity))
+    vars(llm.llm_engine).pop("add_request", None)
 
 
 # --- AsyncLLM --------------------------------------------------------------------------------
 
 
-async def attach(client: Any) -> Swapper:
+async def attach(client: Any, *, salted: bool = False) -> Swapper:
     """Return what swaps an ``AsyncLLM`` (or any ``EngineClient``) while it generates; made once.
 
     ::
@@ -167,13 +239,27 @@ async def attach(client: Any) -> Swapper:
         await swap_async(swapper, target_of("policy", update))      # requests go on around it
         print(swapper.state.served)
 
+    Args:
+        client: The engine, in the event loop that it was made in.
+        salted: Whether every request that it is given has a ``cache_salt`` which is another one
+            for each version. Without that, ``requests="keep"`` is refused.
+
     Raises:
-        SwapError: If the engine was not started with the weight-transfer backend ``shardcast``.
+        SwapError: If this engine cannot swap; says how to start it.
     """
+    settings = settings_of(client.vllm_config, plugins=os.environ.get("VLLM_PLUGINS"))
+    why = refusal(settings)
+    if why:
+        raise SwapError("unsupported", why, phase="boot")
     import vllm
 
-    facts = Facts(engine_version=str(vllm.__version__), plugin_version=shardcast.__version__)
-    swapper = Swapper(VllmControl(client), facts, SystemClock())
+    facts = Facts(
+        engine_version=str(vllm.__version__),
+        plugin_version=shardcast.__version__,
+        keep_refusal=keep_refusal(settings, salting=salted),
+    )
+    control = VllmControl(client, may_sleep=settings.may_sleep)
+    swapper = Swapper(control, facts, SystemClock())
     try:
         await swapper.boot()
     except BaseException:
@@ -200,7 +286,9 @@ async def swap_async(
         lease_s: How long the whole may take before the engine counts as not ready.
 
     Raises:
-        SwapError: If it was not taken over; ``swapper.state`` tells what is served.
+        SwapError: If it was not taken over. ``swapper.state`` tells what is served; where it is
+            not ``ready`` the engine is paused, ``why`` says what to do, and requests wait until a
+            later activation succeeds.
     """
     stage = StageRequest(
         run=target.run,

@@ -9,7 +9,10 @@ from typing import Final
 from trainer_adapter.vllm.plugin import NAME
 
 PLUGINS: Final = "VLLM_PLUGINS=shardcast,shardcast_http"
-BACKEND: Final = """--weight-transfer-config '{"backend": "shardcast"}'"""
+BACKEND: Final = (
+    """--weight-transfer-config '{"backend": "shardcast"}' (in a program of your own:"""
+    """ weight_transfer_config={"backend": "shardcast"})"""
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +82,9 @@ def keep_refusal(settings: Settings, *, salting: bool) -> str:
     if not salting:
         return (
             "requests are not salted by version, and other requests would find the old weights'"
-            " prefixes: start the server with SHARDCAST_SALT=1, or swap with requests: recompute"
+            " prefixes: start the server with SHARDCAST_SALT=1 (in a program of your own: give every"
+            " request a cache_salt of its version, and say so to attach), or swap with requests:"
+            " recompute"
         )
     if settings.multimodal:
         return "the caches of a multi-modal model's encoders are not salted: swap with recompute"

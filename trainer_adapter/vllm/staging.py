@@ -37,6 +37,43 @@ def verdict(report: Report, target: Target) -> bool:
     return False
 
 
+class Staging:
+    """How one staging goes, for whoever asks in a loop. Pure."""
+
+    def __init__(self, target: Target, now: float) -> None:
+        self._target = target
+        self._moved, self._done = now, -1
+        self._wait = POLL_SECONDS
+
+    def over(self, report: Report, now: float) -> bool:
+        """Say whether it is done.
+
+        Args:
+            report: What the ranks say.
+            now: Monotonic seconds.
+
+        Raises:
+            SwapError: With the ranks' code, or ``unavailable`` where nothing moves any more.
+        """
+        if verdict(report, self._target):
+            return True
+        done = report.staging.done if report.staging is not None else -1
+        if done != self._done:
+            self._moved, self._done = now, done
+        elif now - self._moved > STALL_SECONDS:
+            raise SwapError(
+                "unavailable",
+                f"reading {self._target.path} has stood still for {STALL_SECONDS:.0f} s",
+                phase="stage",
+            )
+        return False
+
+    def wait(self) -> float:
+        """Return for how many seconds to wait before the next question; longer each time."""
+        wait, self._wait = self._wait, min(2 * self._wait, SLOWEST_POLL_SECONDS)
+        return wait
+
+
 async def stage(control: EngineControl, clock: Clock, target: Target) -> Report:
     """Let every rank verify and hold a version.
 
@@ -46,19 +83,8 @@ async def stage(control: EngineControl, clock: Clock, target: Target) -> Report:
         SwapError: With the ranks' code: ``incompatible``, ``integrity``, ``unavailable``...
     """
     report = await control.tell(stage_command(target))
-    wait = POLL_SECONDS
-    moved, done = clock.monotonic(), -1
-    while not verdict(report, target):
-        now = report.staging.done if report.staging is not None else -1
-        if now != done:
-            moved, done = clock.monotonic(), now
-        elif clock.monotonic() - moved > STALL_SECONDS:
-            raise SwapError(
-                "unavailable",
-                f"reading {target.path} has stood still for {STALL_SECONDS:.0f} s",
-                phase="stage",
-            )
-        await clock.sleep(wait)
-        wait = min(2 * wait, SLOWEST_POLL_SECONDS)
+    staging = Staging(target, clock.monotonic())
+    while not staging.over(report, clock.monotonic()):
+        await clock.sleep(staging.wait())
         report = await control.tell(state_command())
     return report

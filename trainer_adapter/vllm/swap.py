@@ -82,6 +82,8 @@ class Swapper:
                 phase="boot",
             )
         self.machine = self.machine.booted(report.served, self._clock.now())
+        if report.poisoned:
+            self.machine = self.machine.poison(report.poisoned, self._clock.now())
 
     async def close(self) -> None:
         """Give up what is under way; the engine is going down as well."""

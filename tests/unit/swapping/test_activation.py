@@ -281,6 +281,17 @@ async def test_poisoned_ranks_that_refuse_stay_poisoned(make: Make) -> None:
     assert world.swapper.state.ready
 
 
+async def test_poisoned_ranks_are_found_at_boot(make: Make) -> None:
+    engine = FakeEngine()
+    engine.ranks = replace(engine.ranks, served=None, poisoned="half of version 1")
+    world = await make(engine)
+    assert world.swapper.state.poisoned
+    assert not world.swapper.state.ready
+    assert "half of version 1" in world.swapper.state.why
+    await world.activate(NEW)
+    assert world.outcome() == "a"
+
+
 async def hung(world: World, point: str) -> asyncio.Task[ActivateAnswer]:
     """Begin an activation that hangs at a point, and return when it does."""
     world.engine.script[point] = "hang"

@@ -1,0 +1,58 @@
+"""What vLLM's own configuration says of the settings that decide whether an engine can swap."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shardcast.errors import EngineUnsupportedError
+from trainer_adapter.vllm.plugin import require_supported
+from trainer_adapter.vllm.serving import Settings, unsupported
+
+
+def settings_of(
+    config: Any, *, plugins: str | None, engine_version: str = "", servers: int = 1
+) -> Settings:
+    """Read what matters of a configuration.
+
+    Args:
+        config: vLLM's ``VllmConfig``.
+        plugins: ``VLLM_PLUGINS``; None where it is not set.
+        engine_version: vLLM's, for whoever shows it.
+        servers: API server processes in front of the engine.
+    """
+    transfer = config.weight_transfer_config
+    return Settings(
+        engine_version=engine_version,
+        plugins=plugins,
+        backend=None if transfer is None else str(transfer.backend),
+        servers=servers,
+        data_parallel=int(config.parallel_config.data_parallel_size),
+        multimodal=bool(config.model_config.is_multimodal_model),
+        connector=_connector(config),
+        lora=config.lora_config is not None,
+        may_sleep=bool(config.model_config.enable_sleep_mode),
+    )
+
+
+def refusal(settings: Settings) -> str:
+    """Return why an engine of this vLLM and these settings cannot swap; empty where it can."""
+    why = unsupported(settings)
+    if not why:
+        try:
+            require_supported()
+        except EngineUnsupportedError as error:
+            why = error.message
+    return why
+
+
+def _connector(config: Any) -> Mapping[str, bool]:
+    """Return the KV connector's name, if there is one, and whether it can forget what it holds."""
+    transfer = config.kv_transfer_config
+    if transfer is None or not transfer.kv_connector:
+        return {}
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    found = KVConnectorFactory.get_connector_class(transfer)
+    return {str(transfer.kv_connector): found.reset_cache is not KVConnectorBase_V1.reset_cache}
