@@ -24,11 +24,13 @@ settings.load_profile("ci")
 
 # They need torch and vLLM, which are no part of the development environment.
 collect_ignore = [] if os.environ.get("SHARDCAST_ENGINE_TESTS") else ["engine"]
+if not os.environ.get("SHARDCAST_SGLANG_TESTS"):  # and these an environment of SGLang's own
+    collect_ignore.append("engine_sglang")
 
 
 def pytest_report_header() -> str | None:
     """Says which tests are not among these, and how to run them."""
-    if collect_ignore:
+    if "engine" in collect_ignore:
         return "tests/engine needs a real engine (vLLM) and is left out here: make test-engine"
     return None
 

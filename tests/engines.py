@@ -596,11 +596,14 @@ def vllm_completion(machine: Machine, body: dict[str, Any]) -> tuple[int, Any]:
     return 200, {"choices": [{"text": "", "logprobs": None, "prompt_logprobs": [None, *places]}]}
 
 
-def echoed_completion(machine: Machine, body: dict[str, Any]) -> tuple[int, Any]:
-    """A completion that echoes its prompt, as SGLang gives it."""
-    assert (body["echo"], body["max_tokens"]) == (True, 1)
-    scores = scores_of(machine, body["prompt"])
-    return 200, {"choices": [{"text": "", "logprobs": {"token_logprobs": [None, *scores, -1.0]}}]}
+def generated(machine: Machine, body: dict[str, Any]) -> tuple[int, Any]:
+    """A generation with the prompt's log-probabilities, as SGLang 0.5.23 gives it."""
+    assert (body["return_logprob"], body["logprob_start_len"]) == (True, 0)
+    assert body["sampling_params"]["max_new_tokens"] == 1
+    tokens = body["input_ids"]
+    scores = [None, *scores_of(machine, tokens)]
+    places = [[score, token, None] for score, token in zip(scores, tokens, strict=True)]
+    return 200, {"text": "", "meta_info": {"input_token_logprobs": places}}
 
 
 class SglangServer:
@@ -608,17 +611,22 @@ class SglangServer:
 
     Attributes:
         skip_flushes: How many of the next updates and flushes do not flush the cache.
+        boot: The directory that it is started from.
+        path: The directory that it says it has loaded.
         label: The weight version that it reports.
         cached: Which weights its prefix cache is of.
+        deaths: How often it ended, and was started again by a supervisor.
     """
 
     def __init__(self, *, token: str | None = None, port: int = 0) -> None:
         self.machine = Machine()
         self.http = JsonServer(self._answer, token, port)
         self.label = "default"
+        self.boot = self.path = "/boot"
         self.skip_flushes = 0
         self.cached: str | None = None
         self.adapters: dict[str, str] = {}
+        self.deaths = 0
 
     @property
     def url(self) -> str:
@@ -627,18 +635,18 @@ class SglangServer:
     def restart(self) -> None:
         """As a process that is started again."""
         self.machine.weights, self.machine.half, self.machine.paused = None, False, False
-        self.label, self.cached, self.adapters = "default", None, {}
+        self.label, self.path, self.cached, self.adapters = "default", self.boot, None, {}
 
     def _answer(self, method: str, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         match method, path:
             case "GET", "/model_info":
-                return 200, {"model_path": "/boot", "weight_version": self.label}
-            case "GET", "/v1/models":
-                names = ["base", *self.adapters]
-                return 200, {"data": [{"id": n, "root": self.adapters.get(n)} for n in names]}
-            case "POST", "/v1/completions":
+                return 200, {"model_path": self.path, "weight_version": self.label}
+            case "GET", "/v1/models":  # the model is named after what was loaded last
+                names = {self.path: self.path, **self.adapters}
+                return 200, {"data": [{"id": n, "root": root} for n, root in names.items()]}
+            case "POST", "/generate":
                 assert self.cached in (None, self.machine.weights), "a stale prefix is used"
-                return echoed_completion(self.machine, body)
+                return generated(self.machine, body)
             case "POST", "/pause_generation":
                 assert body["mode"] in ("retract", "abort")
                 self.machine.paused = True
@@ -659,18 +667,34 @@ class SglangServer:
         return 404, {"detail": "Not Found"}
 
     def _update(self, body: dict[str, Any]) -> tuple[int, Any]:
-        before = self.machine.weights
-        self.cached = self.cached or before
+        self.cached = self.cached or self.machine.weights
+        path = body["model_path"]
+        if not Path(path).is_dir():
+            return self._no("Failed to get weights iterator: it is no directory.")
         try:
-            self.machine.load(body["model_path"])
+            self.machine.load(path)
         except OSError as error:
-            message = f"Failed to update weights: {error}. Rolling back to original weights."
-            return 400, {"success": False, "message": message, "num_paused_requests": 0}
-        self.label = body["weight_version"]  # before the flush, as SGLang does
+            self._roll_back(path)
+            return self._no(
+                f"Failed to update weights: {error}.\nRolling back to original weights."
+            )
         if body["flush_cache"] and not self._flushes():
-            message = "Weights were updated, but the cache was not flushed."
-            return 400, {"success": False, "message": message, "num_paused_requests": 0}
+            return self._no("Weights were updated, but the cache was not flushed because ...")
+        self.label, self.path = body["weight_version"], path
         return 200, {"success": True, "message": "Succeeded.", "num_paused_requests": 0}
+
+    @staticmethod
+    def _no(message: str) -> tuple[int, Any]:
+        return 400, {"success": False, "message": message, "num_paused_requests": 0}
+
+    def _roll_back(self, path: str) -> None:
+        """Read the *new* path once more, as SGLang does; where that fails, too, the server ends."""
+        try:
+            self.machine.load(path)
+        except OSError:
+            self.restart()
+            self.deaths += 1
+            raise  # no answer comes
 
     def _flushes(self) -> bool:
         if self.skip_flushes > 0:

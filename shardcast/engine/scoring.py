@@ -1,7 +1,9 @@
-"""Log-probabilities of given tokens, over the completions routes of vLLM and of SGLang.
+"""Log-probabilities of given tokens, as vLLM and SGLang tell them.
 
-vLLM is asked for ``prompt_logprobs``, which it computes without its prefix cache and without a
-tokenizer. SGLang echoes the prompt with them. The one token that is generated is not used.
+vLLM's completions are asked for ``prompt_logprobs``, which it computes without its prefix cache and without
+a tokenizer. SGLang is asked over its own ``/generate``: its completions warn against log-probabilities of a
+prompt, and the model's name that they want changes with every swap. The one token that is generated is not
+used.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from shardcast.errors import EngineRefusedError
 
 _MODELS = "/v1/models"
 _COMPLETIONS = "/v1/completions"
+_GENERATE = "/generate"
 _TIMEOUT_S = 120.0
 """One prefill that queues behind running requests."""
 
@@ -27,31 +30,39 @@ async def score_vllm(client: EngineClient, tokens: Sequence[int]) -> list[float]
     Raises:
         EngineError: If the engine does not answer that way.
     """
-    return await _score(client, tokens, {"prompt_logprobs": 0}, _of_vllm)
-
-
-async def score_echoed(client: EngineClient, tokens: Sequence[int]) -> list[float]:
-    """Return the same from a server that echoes prompts (SGLang).
-
-    Raises:
-        EngineError: If the engine does not answer that way.
-    """
-    return await _score(client, tokens, {"echo": True, "logprobs": 1}, _of_echo)
-
-
-async def _score(
-    client: EngineClient, tokens: Sequence[int], wish: dict[str, object], read: _Read
-) -> list[float]:
     listed = client.members(_MODELS, await client.get(_MODELS)).get("data")
     names = [one["id"] for one in listed or () if isinstance(one, dict) and "id" in one]
     if not names:
         raise _unusable(client, "lists no model")
     body = {"model": names[0], "prompt": list(tokens), "max_tokens": 1, "temperature": 0.0}
-    answer = await client.post(_COMPLETIONS, {**body, **wish}, timeout_s=_TIMEOUT_S)
+    return await _score(client, tokens, _COMPLETIONS, {**body, "prompt_logprobs": 0}, _of_vllm)
+
+
+async def score_generated(client: EngineClient, tokens: Sequence[int]) -> list[float]:
+    """Return the same from SGLang.
+
+    Raises:
+        EngineError: If the engine does not answer that way.
+    """
+    body = {
+        "input_ids": list(tokens),
+        "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+    return await _score(client, tokens, _GENERATE, body, _of_sglang)
+
+
+async def _score(
+    client: EngineClient, tokens: Sequence[int], path: str, body: dict[str, object], read: _Read
+) -> list[float]:
+    answer = await client.post(path, body, timeout_s=_TIMEOUT_S)
     if answer.status != 200:
-        raise _unusable(client, f"answers {answer.status} to a completion with {', '.join(wish)}")
+        raise _unusable(
+            client, f"answers {answer.status} to {path} for a prompt's log-probabilities"
+        )
     try:
-        found = read(client.members(_COMPLETIONS, answer.body)["choices"][0], tokens)
+        found = read(client.members(path, answer.body), tokens)
     except (KeyError, IndexError, TypeError):
         raise _unusable(client, "sends no log-probabilities of the prompt") from None
     if len(found) != len(tokens) - 1 or not all(_is_number(one) for one in found):
@@ -59,17 +70,18 @@ async def _score(
     return [float(one) for one in found]
 
 
-def _of_vllm(choice: dict[str, Any], tokens: Sequence[int]) -> list[Any]:
+def _of_vllm(answer: dict[str, Any], tokens: Sequence[int]) -> list[Any]:
     """Each place has the tokens that were asked for, by id: the prompt's own is among them."""
-    places = choice["prompt_logprobs"]
+    places = answer["choices"][0]["prompt_logprobs"]
     return [
         place[str(token)]["logprob"] for place, token in zip(places[1:], tokens[1:], strict=False)
     ]
 
 
-def _of_echo(choice: dict[str, Any], tokens: Sequence[int]) -> list[Any]:
-    found: list[Any] = choice["logprobs"]["token_logprobs"][1 : len(tokens)]
-    return found
+def _of_sglang(answer: dict[str, Any], tokens: Sequence[int]) -> list[Any]:
+    """Each place is a log-probability, a token's id and its text."""
+    places = answer["meta_info"]["input_token_logprobs"][1:]
+    return [place[0] for place, token in zip(places, tokens[1:], strict=False) if place[1] == token]
 
 
 def _is_number(value: object) -> bool:

@@ -4,8 +4,10 @@ SGLang has no lease and no single call, so this driver is the one that must not 
 
 - an intent is on disk from before the first call until after the last one (``intents``);
 - nothing continues it but a load that succeeded, of the new version or of the old one again;
-- ``success: false`` may come with the new label, when the weights were loaded and the prefix cache was
-  not flushed: then the cache is flushed before anything goes on;
+- ``success: false`` may come when the weights were loaded and the prefix cache was not flushed, without
+  the new label: then the cache is flushed, and the version is loaded once more;
+- ``success: true`` comes for a version that lacks tensors, or has some in other shapes: so its headers are
+  compared with those of what is loaded before (``fitting``);
 - where SGLang says nothing, or the old version cannot be loaded again, it stays paused and counts as
   poisoned until a full activation succeeds.
 
@@ -17,16 +19,18 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from shardcast.config import NetConfig
 from shardcast.engine import forms
 from shardcast.engine.client import ASK_S, EngineClient
 from shardcast.engine.driver import Manner, Swapped, Target, reason_of
+from shardcast.engine.fitting import misfit
 from shardcast.engine.forms import EngineState, Identity, Phase
 from shardcast.engine.intents import Intents, MemoryIntents
 from shardcast.engine.ledger import Ledger, Watch
-from shardcast.engine.scoring import score_echoed
+from shardcast.engine.scoring import score_generated
 from shardcast.errors import (
     DiskError,
     EngineError,
@@ -170,14 +174,27 @@ class SglangEngine:
 
     async def score(self, tokens: Sequence[int]) -> list[float]:
         """Return the log-probability of each token but the first, given those before it."""
-        return await score_echoed(self._client, tokens)
+        return await score_generated(self._client, tokens)
 
     # --- stage ------------------------------------------------------------------------------
 
     async def stage(self, target: Target) -> EngineState:
         """Verify a version's files on this host, which makes their pages resident."""
         await self._verify(target)
+        await self._fit(await self._info(), target)
+        self._ledger.stage(target)
         return await self.state()
+
+    async def _fit(self, info: Mapping[str, Any], target: Target) -> None:
+        """Refuse a version whose tensors are not those of what SGLang has loaded."""
+        loaded = Path(str(info.get("model_path")))
+        try:
+            why = await asyncio.to_thread(misfit, loaded, target.path)
+        except DiskError as error:
+            raise self._error("check", "unavailable", str(error), target.version) from error
+        if why is not None:
+            message = f"version {target.version} does not fit what is loaded from {loaded}: {why}"
+            raise self._error("check", "incompatible", message, target.version)
 
     async def _verify(self, target: Target) -> None:
         if not target.path.is_dir():
@@ -189,7 +206,6 @@ class SglangEngine:
         except Exception as error:
             reason = reason_of(error) if isinstance(error, ShardcastError) else "integrity"
             raise self._error("stage", reason, str(error), target.version) from error
-        self._ledger.stage(target)
 
     # --- activate ---------------------------------------------------------------------------
 
@@ -213,11 +229,13 @@ class SglangEngine:
 
     async def _activate(self, target: Target) -> Swapped:
         ledger = self._ledger
-        before = forms.parse_label(str((await self._info()).get("weight_version")))
+        info = await self._info()
+        before = forms.parse_label(str(info.get("weight_version")))
         if before == target.identity and not self._intents.pending():
             return Swapped(0.0, {}, await self.state())
         if ledger.staged is None or ledger.staged.digest != target.digest:
             await self._verify(target)
+        await self._fit(info, target)
         ledger.at("pause", target)
         was_whole = not self._intents.pending()
         try:
@@ -269,23 +287,32 @@ class SglangEngine:
         self._ledger.log(before, target.identity, watch)
 
     async def _load(self, target: Target) -> None:
-        """Load a version and see to it that no cached prefix of another one is left."""
-        path = {
+        """Load a version and see to it that no cached prefix of another one is left.
+
+        SGLang keeps the old label and the old path where the cache was not flushed, so the version is
+        loaded once more after that.
+        """
+        message = await self._update(target)
+        if message is not None and "flush" in message.lower():
+            await self._flush(target, message)
+            message = await self._update(target)
+        if message is not None:
+            raise self._error("load", "failed", f"it did not load: {message}", target.version)
+
+    async def _update(self, target: Target) -> str | None:
+        """Have it read a version; return why it says that it did not."""
+        body = {
             "model_path": str(target.path),
             "weight_version": str(target.identity),
             "flush_cache": True,
         }
-        answer = await self._client.post(_UPDATE, path, timeout_s=self._manner.lease_s)
+        answer = await self._client.post(_UPDATE, body, timeout_s=self._manner.lease_s)
         if answer.status >= 500:
             raise self._client.uncertain(_UPDATE, answer)
         said = self._client.members(_UPDATE, answer.body)
         if answer.status == 200 and said.get("success") is True:
-            return
-        message = str(said.get("message") or said)[: forms.MAX_MESSAGE_CHARS]
-        label = (await self._info()).get("weight_version")
-        if label != str(target.identity) or "flush" not in message.lower():
-            raise self._error("load", "failed", f"it did not load: {message}", target.version)
-        await self._flush(target, message)
+            return None
+        return str(said.get("message") or said)[: forms.MAX_MESSAGE_CHARS]
 
     async def _flush(self, target: Target, message: str) -> None:
         """Flush what the update did not: the weights are the new ones, the prefixes the old ones'."""

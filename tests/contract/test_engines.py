@@ -6,6 +6,8 @@ The torch module and a real vLLM pass the same suite in tests/engine.
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -39,6 +41,7 @@ from tests.engines import (
     make_version,
     weights_of,
 )
+from tests.unit.safetensors import safetensors
 
 QUICK = NetConfig(connect_timeout_s=2.0)
 
@@ -209,6 +212,11 @@ async def test_a_reason_of_the_engine_s_comes_through(tmp_path: Path) -> None:
         {"data": [{"id": "m"}], "choices": []},
         {"data": [{"id": "m"}], "choices": [{"logprobs": None, "prompt_logprobs": None}]},
         {"data": [{"id": "m"}], "choices": [{"prompt_logprobs": [None, {"9": {"logprob": -1}}]}]},
+        {
+            "data": [{"id": "m"}],
+            "meta_info": {"input_token_logprobs": [[None, 1], [-1, 9], [-1, 3]]},
+        },
+        {"data": [{"id": "m"}], "meta_info": {"input_token_logprobs": [[None, 1], [-1, 2]]}},
     ],
 )
 @pytest.mark.parametrize("kind", [VllmEngine, SglangEngine])
@@ -227,7 +235,7 @@ async def test_an_engine_that_tells_no_logprobs_cannot_be_checked(
 
 
 async def test_a_cache_that_was_not_flushed_is_flushed_before_it_goes_on(tmp_path: Path) -> None:
-    """``success: false`` with the new label: the weights are loaded, the prefixes are old."""
+    """``success: false`` with the old label: the weights are loaded, the prefixes are old."""
     server = SglangServer()
     with server.http.running():
         engine = sglang(server, tmp_path)
@@ -237,6 +245,84 @@ async def test_a_cache_that_was_not_flushed_is_flushed_before_it_goes_on(tmp_pat
         assert served_by(await engine.state()) == make_version(tmp_path, 2).identity
         assert server.cached is None
         assert server.machine.answer() == "weights of policy 2"
+        await engine.close()
+
+
+async def test_files_that_it_cannot_read_end_it_and_the_next_version_is_taken(
+    tmp_path: Path,
+) -> None:
+    """Its way back reads the same files again; a supervisor starts it, from where it was booted."""
+    server = SglangServer()
+    with server.http.running():
+        engine = sglang(server, tmp_path)
+        await engine.activate(make_version(tmp_path, 1))
+        server.machine.fail_loads = 2
+        with pytest.raises(EngineUncertainError, match="nobody knows what it has loaded"):
+            await engine.activate(make_version(tmp_path, 2))
+        assert (server.deaths, server.label, server.machine.paused) == (1, "default", False)
+        state = await engine.state()
+        assert (state.poisoned, state.ready, served_by(state)) == (True, False, None)
+        await engine.activate(make_version(tmp_path, 3))
+        assert served_by(await engine.state()) == make_version(tmp_path, 3).identity
+        assert server.machine.answer() == "weights of policy 3"
+        await engine.close()
+
+
+def shaped(target: Target, tensors: dict[str, list[int]], *, tied: bool = False) -> Target:
+    """The same version, with tensors of these shapes."""
+    files = {name: ("U8", shape, bytes(math.prod(shape))) for name, shape in tensors.items()}
+    (target.path / "model.safetensors").write_bytes(safetensors(files))
+    (target.path / "config.json").write_text(json.dumps({"tie_word_embeddings": tied}))
+    return target
+
+
+@pytest.mark.parametrize(
+    ("tensors", "why"),
+    [
+        ({"a": [4, 2]}, "it lacks b"),
+        ({"a": [4, 2], "b": [2]}, r"b is \[3\] there and \[2\] here"),
+        ({"a": [2, 4], "b": [3]}, r"a is \[4, 2\] there and \[2, 4\] here"),
+        ({"a": [4, 2], "b": [3], "c": [1]}, "c is not in the model"),
+        ({}, "it lacks a; it lacks b"),
+        ({f"new{n}": [1] for n in range(9)}, "it lacks a; it lacks b; new0 .* and 8 more"),
+    ],
+)
+async def test_what_sglang_would_mix_with_the_old_weights_is_refused(
+    tmp_path: Path, tensors: dict[str, list[int]], why: str
+) -> None:
+    """SGLang loads what is there and has room, and says that it succeeded."""
+    server = SglangServer()
+    fits = {"a": [4, 2], "b": [3]}
+    server.boot = server.path = str(shaped(make_version(tmp_path / "boot", 7), fits).path)
+    first = shaped(make_version(tmp_path, 1), fits)
+    wrong = shaped(make_version(tmp_path, 2), tensors)
+    with server.http.running():
+        engine = sglang(server, tmp_path)
+        for before in (None, first):
+            if before is not None:
+                await engine.activate(before)
+            for act in (engine.stage, engine.activate):
+                with pytest.raises(EngineRefusedError, match=why) as refused:
+                    await act(wrong)
+                assert (refused.value.phase, refused.value.reason) == ("check", "incompatible")
+        state = await engine.state()
+        assert served_by(state) == first.identity
+        assert state.staged is None
+        assert "POST /pause_generation" not in server.http.asked[-4:]
+        assert server.machine.loads == [str(first.path)]
+        await engine.close()
+
+
+async def test_a_tied_output_embedding_may_be_left_out(tmp_path: Path) -> None:
+    server = SglangServer()
+    with server.http.running():
+        engine = sglang(server, tmp_path)
+        await engine.activate(shaped(make_version(tmp_path, 1), {"a": [1], "lm_head.weight": [2]}))
+        untied = shaped(make_version(tmp_path, 2), {"a": [1]})
+        with pytest.raises(EngineRefusedError, match=r"it lacks lm_head\.weight"):
+            await engine.activate(untied)
+        await engine.activate(shaped(make_version(tmp_path, 3), {"a": [1]}, tied=True))
+        assert server.machine.answer() == "weights of policy 3"
         await engine.close()
 
 
