@@ -114,6 +114,14 @@ class RunningEngine:
         """Let a rank fail."""
         self.order("rpc", method="arm", args=[rank, place, after, times])
 
+    def judge(self, able: bool) -> None:
+        """Let dry runs say what they find, or that they cannot."""
+        self.order("rpc", method="judge", args=[able])
+
+    def prepare_ahead(self, ahead: bool) -> None:
+        """Prepare versions while they are staged, or do not."""
+        self.order("rpc", method="prepare_ahead", args=[ahead])
+
     def label(self) -> str:
         return str(self.order("label"))
 

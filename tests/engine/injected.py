@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ class Injected:
     def arm(self, rank: int, place: str, after: int, times: int) -> int:
         """Let rank ``rank`` fail ``times`` times.
 
-        ``place``: ``tensors``: the stream of tensors breaks off after so many; ``process``: a layer
-        fails while it is processed for its kernel; ``end``: right after the whole load; ``check``:
+        ``place``: ``tensors``: the stream of tensors, or the copying of prepared ones, breaks off
+        after so many; ``process``: a layer fails while it is processed for its kernel, or gets the
+        one that was prepared; ``end``: right after the whole load; ``check``:
         while a version is compared with the model; ``die``: the process ends in the middle of it;
         ``stop``: it is stopped there, until somebody lets it go on (SIGCONT).
         """
@@ -29,6 +30,20 @@ class Injected:
             _FAULTS.update(place=place, after=after, times=times)
             _install(self)
         return os.getpid()
+
+    def judge(self, able: bool) -> None:
+        """Let dry runs say what they find; or that they cannot, as for loaders that look at data."""
+        from trainer_adapter.vllm.shadow import Shadow
+
+        if not able:
+            _SHADOW.setdefault("run", Shadow.run)
+            Shadow.run = _unable  # type: ignore[method-assign]
+        elif _SHADOW:
+            Shadow.run = _SHADOW["run"]  # type: ignore[method-assign]
+
+    def prepare_ahead(self, ahead: bool) -> None:
+        """Prepare versions while they are staged, or do not."""
+        getattr(self, "weight_transfer_engine").rank._weights._ahead = ahead  # noqa: B009
 
     def spoil_wipe(self, how: str) -> None:
         """Let the next wipe of the KV memory do nothing (``skip``), or fail (``raise``)."""
@@ -68,6 +83,11 @@ class Injected:
 
 
 _WATCH: dict[str, int] = {}
+_SHADOW: dict[str, Any] = {}
+
+
+def _unable(*args: Any, **kwargs: Any) -> Any:
+    raise NotImplementedError("injected: a loader looked at the data")
 
 
 def _anonymous() -> int:
@@ -98,16 +118,16 @@ def _install(worker: Any) -> None:
     if getattr(weights, "_injected", False):
         return
     weights._injected = True
-    whole, single = weights.load, weights._load
+    whole, single, exchange = weights.load, weights._load, weights.load_prepared
     verifier = worker.weight_transfer_engine.rank._verifier
-    compare = verifier._check
+    prepare = verifier._prepare
 
-    def check(checkpoint: Checkpoint) -> None:
+    def check(checkpoint: Checkpoint, stopping: Callable[[], bool]) -> Any:
         if _due("check"):
             raise RuntimeError("injected: while it was checked")
-        compare(checkpoint)
+        return prepare(checkpoint, stopping)
 
-    verifier._check = check
+    verifier._prepare = check
 
     def load(checkpoint: Checkpoint) -> None:
         whole(checkpoint)
@@ -121,13 +141,46 @@ def _install(worker: Any) -> None:
         else:
             single(_breaking(tensors))
 
-    weights.load, weights._load = load, _load
+    def load_prepared(prepared: Any) -> bool:
+        if not weights._whole:
+            return False
+        prepared._copies = _Breaking(prepared._copies, "tensors")
+        prepared._kernels = _Breaking(prepared._kernels, "process")
+        exchange(prepared)
+        if _due("end"):
+            raise RuntimeError("injected: after the load")
+        return True
+
+    weights.load, weights._load, weights.load_prepared = load, _load, load_prepared
 
 
-def _breaking(tensors: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    limit = _FAULTS["after"] if _due("tensors") else None
-    death = _FAULTS["after"] if _due("die") else None
-    halt = _FAULTS["after"] if _due("stop") else None
+class _Breaking(list[Any]):
+    """What is prepared, which breaks off when it is used."""
+
+    def __init__(self, prepared: list[Any], place: str) -> None:
+        super().__init__(prepared)
+        self._place = place
+
+    def __iter__(self) -> Iterator[Any]:
+        whole = super().__iter__()
+        if self._place == "tensors":
+            return _breaking(whole, most=len(self) - 1)
+        return _breaking_off(whole, min(_FAULTS["after"], len(self) - 1))
+
+
+def _breaking_off(whole: Iterator[Any], after: int) -> Iterator[Any]:
+    limit = after if _due("process") else None
+    for number, one in enumerate(whole):
+        if number == limit:
+            raise RuntimeError("injected: while a layer got its kernel")
+        yield one
+
+
+def _breaking(tensors: Iterator[Any], *, most: int = 1000) -> Iterator[Any]:
+    after = min(_FAULTS["after"], most)
+    limit = after if _due("tensors") else None
+    death = after if _due("die") else None
+    halt = after if _due("stop") else None
     for number, one in enumerate(tensors):
         if death is not None and number >= death:
             os._exit(9)

@@ -3,6 +3,7 @@ log-probabilities."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
@@ -108,14 +109,17 @@ def test_an_own_road_of_vllm_works_as_well(out: Out, start: Start) -> None:
     assert engine.answers() == cold
 
 
-def test_a_swap_copies_the_weights_layer_by_layer(out: Out, start: Start) -> None:
-    """The memory that is nobody's file grows by a few layers, not by a second copy."""
+@pytest.mark.parametrize("ahead", [True, False], ids=["prepared", "in-the-pause"])
+def test_a_swap_gives_back_what_it_took(out: Out, start: Start, ahead: bool) -> None:
+    """The memory that is nobody's file grows by a second copy while a version is prepared, and by a
+    few layers where it is not."""
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 16}
     one, two = (out.model("llama", "bfloat16", seed, **sizes) for seed in (12, 13))
     weights = sum(
         file.stat().st_size for file in out.run.version_directory(one.version).glob("*.safetensors")
     )
     engine = start(one.path)
+    engine.prepare_ahead(ahead)
     engine.answers()
     engine.swap(two)
     engine.order("rpc", method="watch_memory")
@@ -125,4 +129,17 @@ def test_a_swap_copies_the_weights_layer_by_layer(out: Out, start: Start) -> Non
 
     (memory,) = engine.order("rpc", method="memory")
     assert weights > 100_000_000
-    assert memory["highest"] - memory["before"] < 0.6 * weights
+    if not ahead:
+        assert memory["highest"] - memory["before"] < 0.6 * weights
+        return
+    assert 0.8 * weights < memory["highest"] - memory["before"] < 2.3 * weights
+    _wait_until(
+        lambda: engine.order("rpc", method="memory")[0]["now"] - memory["before"] < 0.3 * weights
+    )
+
+
+def _wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

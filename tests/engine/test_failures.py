@@ -3,9 +3,10 @@ the engine says that it is poisoned; and the next activation, a full load, recov
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -212,6 +213,49 @@ def test_a_version_that_does_not_fit_the_model_is_refused_before_it_is_touched(
     scene.still_serves_one()
 
 
+@pytest.fixture
+def unjudged(scene: Scene) -> Iterator[None]:
+    """The model's loaders look at the data, so that a dry run cannot tell."""
+    scene.engine.judge(False)
+    yield
+    scene.engine.judge(True)
+
+
+@pytest.mark.usefixtures("unjudged")
+@pytest.mark.parametrize(
+    ("name", "work", "said"),
+    [
+        ("unjudged-no-q", _without(Q), f"{Q} is missing"),
+        ("unjudged-no-norm", _without(NORM), f"{NORM} is missing"),
+        (
+            "unjudged-small-q",
+            _with(Q, torch.zeros(64, 128, dtype=torch.bfloat16)),
+            f"{Q} is bfloat16 [64, 128] instead of bfloat16 [128, 128]",
+        ),
+        ("unjudged-more", _with("model.layers.1.extra.weight", torch.zeros(8)), "is more than"),
+    ],
+)
+def test_where_a_dry_run_cannot_tell_the_tensors_must_be_those_of_the_start(
+    scene: Scene, good: Path, name: str, work: Callable[[Tensors], None], said: str
+) -> None:
+    report = scene.engine.stage(scene.out.broken(good, name, work))
+
+    assert report.failed is not None
+    assert report.failed.code == "incompatible"
+    assert said in report.failed.message
+    scene.still_serves_one()
+
+
+@pytest.mark.usefixtures("unjudged")
+def test_where_a_dry_run_cannot_tell_a_whole_version_is_loaded(
+    scene: Scene, cold_two: tuple[Target, Answers]
+) -> None:
+    assert scene.engine.swap(scene.two).outcome == "activated"
+    assert scene.engine.answers() == cold_two[1]
+    assert scene.engine.swap(scene.one).outcome == "activated"
+    scene.still_serves_one()
+
+
 def test_a_head_that_equals_the_embeddings_may_be_there(
     scene: Scene, good: Path, cold_two: tuple[Target, Answers]
 ) -> None:
@@ -235,6 +279,49 @@ def test_another_configuration_needs_a_restart(scene: Scene, good: Path) -> None
     assert report.failed.code == "incompatible"
     assert "rms_norm_eps" in report.failed.message
     assert "restart" in report.failed.message
+    scene.still_serves_one()
+
+
+def _older_spelling(directory: Path) -> None:
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    rope = config.pop("rope_parameters")
+    config.pop("layer_types")
+    path.write_text(json.dumps({**config, "rope_theta": rope["rope_theta"]}))
+
+
+def _other_padding(directory: Path) -> None:
+    change_config(directory, pad_token_id=5)
+
+
+@pytest.mark.parametrize("change", [_older_spelling, _other_padding])
+def test_the_same_configuration_may_be_written_differently(
+    scene: Scene, good: Path, cold_two: tuple[Target, Answers], change: Callable[[Path], None]
+) -> None:
+    directory = scene.out.scratch / change.__name__
+    shutil.copytree(good, directory)
+    change(directory)
+
+    report = scene.engine.swap(scene.out.publish(directory, current=False))
+
+    assert report.outcome == "activated"
+    assert scene.engine.answers() == cold_two[1]
+    scene.engine.swap(scene.one)
+    scene.still_serves_one()
+
+
+def test_a_version_with_other_defaults_for_sampling_is_told_of(scene: Scene, good: Path) -> None:
+    directory = scene.out.scratch / "other-defaults"
+    shutil.copytree(good, directory)
+    path = directory / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "temperature": 0.3}))
+    target = scene.out.publish(directory, current=False)
+
+    assert scene.engine.swap(target).outcome == "activated"
+
+    told = f"version {target.version} comes with another generation_config.json: the engine keeps"
+    assert told in scene.engine.log.read_text()
+    scene.engine.swap(scene.one)
     scene.still_serves_one()
 
 
@@ -264,10 +351,15 @@ def _restored(report: Report) -> None:
     assert report.poisoned == ""
 
 
+AHEAD = pytest.mark.parametrize("ahead", [True, False], ids=["prepared", "in-the-pause"])
+
+
+@AHEAD
 @PLACES
 def test_what_breaks_off_is_undone(
-    scene: Scene, cold_two: tuple[Target, Answers], place: str, after: int
+    scene: Scene, cold_two: tuple[Target, Answers], place: str, after: int, ahead: bool
 ) -> None:
+    scene.engine.prepare_ahead(ahead)
     assert scene.engine.stage(scene.two).staged == scene.two
     scene.engine.arm(place, after=after)
 
@@ -281,10 +373,12 @@ def test_what_breaks_off_is_undone(
     scene.still_serves_one()
 
 
+@AHEAD
 @PLACES
 def test_what_cannot_be_undone_is_poisoned_and_the_next_full_load_recovers(
-    scene: Scene, cold_two: tuple[Target, Answers], place: str, after: int
+    scene: Scene, cold_two: tuple[Target, Answers], place: str, after: int, ahead: bool
 ) -> None:
+    scene.engine.prepare_ahead(ahead)
     assert scene.engine.stage(scene.two).staged == scene.two
     scene.engine.arm(place, after=after, times=2)
 

@@ -181,8 +181,12 @@ class _Building:
             raise Unprepared(f"{len(waiting)} layers were not loaded as in the dry run")
         for head, embedding in self._tied.items():
             layer = self._tree.root.get_submodule(head.rpartition(".")[0])
-            layer._parameters["weight"] = self._tree.root.get_parameter(embedding)
-            _process(layer)
+            source = self._tree.root.get_submodule(embedding.rpartition(".")[0])
+            layer._parameters["weight"] = source._parameters["weight"]
+            if KERNEL in source.__dict__ and _method(layer) is _method(source):
+                setattr(layer, KERNEL, getattr(source, KERNEL))  # once for both
+            else:
+                _process(layer)
 
     def result(self) -> Prepared:
         """Return what differs from the model.
@@ -229,6 +233,10 @@ def _check_layers(model: torch.nn.Module) -> None:
             raise Unprepared(f"{name} absorbs weights of other layers")
         if is_deferred_attention_layer(module) and module._parameters:
             raise Unprepared(f"{name} has weights of its own")
+
+
+def _method(layer: torch.nn.Module) -> type[Any]:
+    return type(getattr(layer, "quant_method", None))
 
 
 def _process(layer: torch.nn.Module) -> None:

@@ -22,7 +22,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -34,26 +33,14 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.model_executor.model_loader.reload import layerwise
 
 from shardcast.errors import ShardcastError
-from trainer_adapter.checkpoint import CONFIG, Checkpoint
+from trainer_adapter.checkpoint import Checkpoint
 from trainer_adapter.vllm.memory import available_memory
 from trainer_adapter.vllm.preparing import Prepared, Unprepared, prepare
 from trainer_adapter.vllm.shadow import Arrivals, Shadow, refuse
+from trainer_adapter.vllm.started import Started
 from trainer_adapter.vllm.verifying import Ready
 
 log = logging.getLogger("shardcast.vllm")
-
-_IGNORED_CONFIG: Final = frozenset(
-    {
-        "_name_or_path",
-        "_commit_hash",
-        "architectures",
-        "dtype",
-        "torch_dtype",
-        "transformers_version",
-        "use_cache",
-    }
-)
-"""What says nothing about how the model computes, or is fixed when the engine starts (dtype)."""
 
 _MEMORY: Final = 2.0
 """How much memory is wanted for preparing a version, in its own size: packed twice where embeddings
@@ -80,6 +67,7 @@ class Model:
         model_config: Any,
         device: torch.device,
         *,
+        started: Started,
         ranks: int = 1,
         ahead: bool = True,
     ) -> None:
@@ -89,6 +77,7 @@ class Model:
             model: The model.
             model_config: vLLM's ``ModelConfig``.
             device: Where it lies.
+            started: What the engine was started with.
             ranks: Over how many ranks its tensors are cut.
             ahead: Whether weights may be prepared while the engine serves (``preparing``).
         """
@@ -98,7 +87,7 @@ class Model:
         self._ranks = ranks
         self._ahead = ahead and device.type == "cpu"
         self._whole = True  # the last load ended well
-        self._boot_config = _boot_config(model_config)
+        self._started = started
         self._bare: list[Bare] = []  # of a load that has not ended well
         self._heads = dict(tied_heads(model))  # now: half way through a reload it does not show
 
@@ -153,39 +142,33 @@ class Model:
         Raises:
             EngineRefusedError: If it cannot be loaded, or would not be the same as booting with it.
         """
-        self._check_config(checkpoint)
+        self._started.check_config(checkpoint)
+        strict = self._config.quantization is None
         shadow = Shadow(self._model, ranks=self._ranks)
         try:
             arrivals = shadow.run(
                 checkpoint.specs.values(),
                 tied=[f"{name}.weight" for name in self._heads],
-                strict=self._config.quantization is None,
+                strict=strict,
             )
         except NotImplementedError as error:
-            log.warning(
-                "version %d: names and shapes could not be checked before loading, because this "
-                "model's loaders look at the data: %s",
-                checkpoint.version.number,
-                error,
-            )
+            log.info("version %d: %s", checkpoint.version.number, error)
+            self._started.check_forms(checkpoint, "this model's loaders look at the data")
             return None
         finally:
             shadow.close()
+        if not strict:
+            self._started.check_forms(checkpoint, "the engine's model is quantised")
         for head, embedding in self._heads.items():
             _check_tied(checkpoint, arrivals, f"{head}.weight", f"{embedding}.weight")
+        if others := self._started.differing(checkpoint):
+            log.warning(
+                "version %d comes with another %s: the engine keeps what it was started with; "
+                "restart it to use them",
+                checkpoint.version.number,
+                ", ".join(others),
+            )
         return arrivals
-
-    def _check_config(self, checkpoint: Checkpoint) -> None:
-        new = checkpoint.json(CONFIG)
-        if new is None or self._boot_config is None:
-            return
-        old = self._boot_config
-        for key in sorted(set(new) | set(old)):
-            if key not in _IGNORED_CONFIG and new.get(key) != old.get(key):
-                raise refuse(
-                    f"{CONFIG} says {key} = {_short(new.get(key))}, the engine was started with "
-                    f"{_short(old.get(key))}: restart it with this version"
-                )
 
     # --- loading -----------------------------------------------------------------------------
 
@@ -379,16 +362,3 @@ def _keep_addresses(bare: list[Bare]) -> None:
         ):
             old.data.copy_(new)
             module.__dict__[name] = old
-
-
-def _boot_config(model_config: Any) -> dict[str, Any] | None:
-    """Return the ``config.json`` that the engine was started with, if it lies on this host."""
-    try:
-        return Checkpoint.read_json(Path(str(model_config.model), CONFIG))
-    except ShardcastError:
-        return None
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -42,6 +42,7 @@ from trainer_adapter.vllm.rank import Rank
 from trainer_adapter.vllm.ranks import Command, RankReply, Target, read_command, write_reply
 from trainer_adapter.vllm.reload import Model
 from trainer_adapter.vllm.residue import Residue
+from trainer_adapter.vllm.started import Started, directory_of
 from trainer_adapter.vllm.verifying import Verifier
 
 AHEAD: Final = "SHARDCAST_PREPARE"
@@ -95,10 +96,15 @@ class ShardcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: igno
         """
         super().__init__(config, vllm_config, device, model)
         agreement = World() if torch.distributed.is_initialized() else Alone()
+        booted = take_booted(model)
+        directory = (
+            directory_of(str(self.model_config.model)) if booted is None else booted[1].directory
+        )
         weights = Model(
             model,
             self.model_config,
             device,
+            started=Started.at(directory),
             ranks=agreement.size,
             ahead=os.environ.get(AHEAD, "1") != "0",
         )
@@ -107,7 +113,6 @@ class ShardcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: igno
         prepare = residue.preparing(weights.prepare)
         verifier = Verifier(prepare, threads=_threads(agreement.size))
         self.rank = Rank(weights, verifier, agreement, residue)
-        booted = take_booted(model)
         if booted is not None:
             self.rank.boot(*booted)
 
