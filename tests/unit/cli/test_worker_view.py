@@ -153,7 +153,7 @@ def test_what_becomes_of_a_version_that_an_engine_calls_damaged(
         shown.on_event(event(EventKind.INTACT, version=4, path=path, engine=ENGINE, error=right))
     said = capsys.readouterr()
     first, second, *_ = said.err.splitlines()
-    assert first == f"repaired   policy version 4: {path}, 2.0 MB fetched"
+    assert first == f"repaired   policy version 4: {path}, 2.00 MB fetched"
     assert second.startswith("warning: every byte of version 4")
     told = [json.loads(line) for line in said.out.splitlines()]
     assert [one["event"] for one in told] == ["repaired", "intact"]
