@@ -61,7 +61,7 @@ _WORST_FIRST: Final[tuple[Outcome, ...]] = (
 )
 
 
-class Target(msgspec.Struct, frozen=True, kw_only=True):
+class Target(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A version directory on this host, and what it is.
 
     Attributes:
