@@ -9,6 +9,7 @@ import pytest
 
 from tests.engine.checkpoints import Out
 from tests.engine.engines import EngineHost, RunningEngine
+from tests.engine.servers import ServerHost
 
 _paths: list[str] = []
 
@@ -16,6 +17,14 @@ _paths: list[str] = []
 @pytest.fixture(scope="session")
 def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHost]:
     host = EngineHost(tmp_path_factory.mktemp("engines"))
+    yield host
+    host.close()
+
+
+@pytest.fixture(scope="session")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerHost]:
+    """The same for servers, which end with their tests."""
+    host = ServerHost(tmp_path_factory.mktemp("servers"))
     yield host
     host.close()
 

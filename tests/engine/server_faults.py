@@ -20,8 +20,8 @@ def install() -> None:
         from starlette.responses import JSONResponse
 
         order = await request.json()
-        places = [0, order["place"], order.get("after", 0), order.get("times", 1)]
-        return JSONResponse(await found["client"].collective_rpc("arm", args=tuple(places)))
+        args = (order["rank"], order["place"], order["after"], order["times"])
+        return JSONResponse(await found["client"].collective_rpc("arm", args=args))
 
     async def pause(request: Any) -> Any:
         from starlette.responses import JSONResponse

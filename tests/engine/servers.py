@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from shardcast.engine.forms import (
     EngineState,
     read_answer,
 )
+from tests.engine.engines import PROMPTS, TOKENS
 from tests.engine.server_faults import ARM_PATH, PAUSE_PATH
 from trainer_adapter.vllm.ranks import Target
 
@@ -35,10 +36,26 @@ ANSWER_SECONDS = 60.0
 KEY = "sesame-for-tests"
 
 BACKEND = ("--weight-transfer-config", '{"backend": "shardcast"}')
+INJECTED = ("--worker-extension-cls", "tests.engine.injected.Injected")
 SMALL = (
     "--enforce-eager", "--skip-tokenizer-init", "--max-model-len", "256", "--max-num-seqs", "8",
     "--block-size", "32", "--seed", "0",
 )  # fmt: skip
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    """Ask again and again, for a minute at most."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        if condition():
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"it never came to that: {what}")
+
+
+def stopped(pid: int) -> bool:
+    """Say whether a process is stopped (SIGSTOP)."""
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "Tt"
 
 
 def free_port() -> int:
@@ -101,11 +118,12 @@ class Server:
     def activate(self, target: Target, **more: Any) -> Answer:
         return self.ask(ACTIVATE_PATH, {**members(target), **more})
 
-    def arm(self, place: str, after: int = 0, times: int = 1) -> int:
-        """Let the next load fail; return the rank's process id."""
-        answer = self.ask(ARM_PATH, {"place": place, "after": after, "times": times})
+    def arm(self, place: str, after: int = 0, times: int = 1, *, rank: int = 0) -> int:
+        """Let a rank's next load fail; return the rank's process id."""
+        order = {"rank": rank, "place": place, "after": after, "times": times}
+        answer = self.ask(ARM_PATH, order)
         assert answer.status == 200, answer.body
-        return int(answer.json[0])
+        return int(answer.json[rank])
 
     def pause(self) -> None:
         """Pause it as somebody else would, and go away."""
@@ -121,6 +139,28 @@ class Server:
         assert answer.status == 200, answer.body
         found: list[int] = answer.json["choices"][0]["token_ids"]
         return found
+
+    def generate(self, prompt: list[int], tokens: int, **more: Any) -> Any:
+        """Ask vLLM's generate route: it tells log-probabilities and the version of every token."""
+        sampling = {
+            "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "detokenize": False,
+            "logprobs": 2,
+        }  # fmt: skip
+        body = {"token_ids": prompt, "sampling_params": sampling, **more}
+        answer = self.ask("/inference/v1/generate", body)
+        assert answer.status == 200, answer.body
+        return answer.json["choices"][0]
+
+    def answers(self) -> list[tuple[list[int], list[str]]]:
+        """Answer the fixed prompts, one at a time: tokens, and their log-probabilities as hex."""
+        found = [self.generate(prompt, TOKENS) for prompt in PROMPTS]
+        return [
+            (
+                one["token_ids"],
+                [float(step["logprob"]).hex() for step in one["logprobs"]["content"]],
+            )
+            for one in found
+        ]
 
     def stream(self, prompt: list[int], tokens: int, **more: Any) -> Stream:
         """Begin a streamed completion."""
@@ -204,8 +244,10 @@ def request(prompt: list[int], tokens: int, **more: Any) -> dict[str, Any]:
 
 
 def members(target: Target) -> dict[str, Any]:
+    """Return what a request says of a version: its directory, and what it is."""
     plain = msgspec.to_builtins(target)
-    return {name: value for name, value in plain.items() if value is not None}
+    told = ("run", "version", "digest", "path", "step")
+    return {name: plain[name] for name in told if plain[name] is not None}
 
 
 class ServerHost:

@@ -34,33 +34,15 @@ from shardcast.store.run import RunStore
 from tests.contract.made import signer
 from tests.engine.adapters import save_adapter
 from tests.engine.checkpoints import Out
-from tests.engine.servers import BACKEND, KEY, Answer, Server, ServerHost, members
+from tests.engine.servers import BACKEND, INJECTED, KEY, Answer, Server, ServerHost, members, until
 from trainer_adapter.vllm.ranks import Target
 
 PROMPT = [5, 17, 101, 44, 8]
 LONG = [7, 9, 300, 41] * 24
 """Three blocks of the prefix cache."""
 STREAMED = 80
-INJECTED = ("--worker-extension-cls", "tests.engine.injected.Injected")
 
 Versions = list[Target]
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    """Ask again and again, for a minute at most."""
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
-        if condition():
-            return
-        time.sleep(0.02)
-    raise AssertionError(f"it never came to that: {what}")
-
-
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerHost]:
-    host = ServerHost(tmp_path_factory.mktemp("servers"))
-    yield host
-    host.close()
 
 
 @pytest.fixture(scope="module")
@@ -90,17 +72,6 @@ def first(plain: Server, versions: Versions) -> Server:
 
 def served(server: Server) -> Identity | None:
     return server.state().identity
-
-
-def generate(server: Server, prompt: list[int], tokens: int, **more: Any) -> Any:
-    """Ask vLLM's generate route, which tells log-probabilities and the version of every token."""
-    sampling = {
-        "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "detokenize": False, "logprobs": 2,
-    }  # fmt: skip
-    body = {"token_ids": prompt, "sampling_params": sampling, **more}
-    answer = server.ask("/inference/v1/generate", body)
-    assert answer.status == 200, answer.body
-    return answer.json["choices"][0]
 
 
 # --- guards ------------------------------------------------------------------------------------
@@ -284,7 +255,7 @@ def test_a_prefix_is_never_stale(first: Server, versions: Versions) -> None:
     for number, target in enumerate((versions[1], versions[2], versions[0])):
         first.tokens(LONG, 8)  # now the prefix is cached
         assert first.activate(target).status == 200
-        warm, cold = generate(first, LONG, 8), generate(first, LONG, 8, cache_salt=f"new {number}")
+        warm, cold = first.generate(LONG, 8), first.generate(LONG, 8, cache_salt=f"new {number}")
         assert warm["token_ids"] == cold["token_ids"]
         assert warm["logprobs"]["content"]
         assert warm["logprobs"] == cold["logprobs"]
@@ -425,7 +396,7 @@ def test_a_boot_from_a_run_is_labelled(booted: Server, plain: Server, versions: 
     # A cold start and a swap give the same.
     assert plain.activate(versions[2]).status == 200
     assert answer.json["choices"][0]["token_ids"] == plain.tokens(LONG, 20)
-    choice = generate(booted, PROMPT, 6)
+    choice = booted.generate(PROMPT, 6)
     (span,) = spans_of(choice["weight_versions"])
     assert (span.identity, span.start, span.end) == (versions[2].identity, 0, 6)
 
@@ -439,7 +410,7 @@ def test_requests_keep_their_cache_and_nobody_finds_a_stale_prefix(
     stream = booted.stream(LONG, STREAMED)
     next(iter(stream))
     found: list[Any] = []
-    spanned = threading.Thread(target=lambda: found.append(generate(booted, PROMPT, STREAMED)))
+    spanned = threading.Thread(target=lambda: found.append(booted.generate(PROMPT, STREAMED)))
     spanned.start()
     for _, _ in zip(stream, range(10), strict=False):
         pass

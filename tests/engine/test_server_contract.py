@@ -20,16 +20,14 @@ from shardcast.store.run import RunStore
 from tests.contract.engine_suite import EngineContract
 from tests.contract.made import signer
 from tests.engine.checkpoints import RUN, Out, save
-from tests.engine.servers import BACKEND, KEY, Server, ServerHost
+from tests.engine.servers import BACKEND, INJECTED, KEY, Server, ServerHost
 from tests.engine.test_torch_module import opened
 from tests.fakes import now_ms
 from trainer_adapter.torch_module import make_canary, prompt_logprobs
 
 TOKENS = [5, 17, 101, 44, 8, 300, 2, 90]
 KIND, DTYPE = "qwen2-tied", "float32"
-OPTIONS = (
-    *BACKEND, "--worker-extension-cls", "tests.engine.injected.Injected", "--dtype", DTYPE,
-)  # fmt: skip
+OPTIONS = (*BACKEND, *INJECTED, "--dtype", DTYPE)
 NEAR = 0.02
 """vLLM's kernels are not transformers'; two versions are more than ten times further apart."""
 
@@ -98,13 +96,13 @@ def alike(found: list[float], expected: list[float]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory, out: Out) -> Iterator[Shared]:
-    host = ServerHost(tmp_path_factory.mktemp("servers"))
+def shared(
+    tmp_path_factory: pytest.TempPathFactory, servers: ServerHost, out: Out
+) -> Iterator[Shared]:
     boot = save(KIND, DTYPE, 99, tmp_path_factory.mktemp("boot") / "model")
-    made = Shared(host, out, boot)
+    made = Shared(servers, out, boot)
     yield made
     made.server.end()
-    host.close()
 
 
 class TestVllm(EngineContract):
