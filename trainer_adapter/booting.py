@@ -58,7 +58,11 @@ def find_version(path: Path, manifest: str) -> FoundVersion:
     for name in sorted(names_in(root / "versions"), reverse=True):
         if name.isdigit() and _state(root, int(name)).manifest == manifest:
             return _described(root, int(name))
-    raise NotFoundError(f"no version with manifest {manifest} is there", source=str(root))
+    raise NotFoundError(
+        f"no version with manifest {manifest} is there (any more): start the engine again, or name "
+        "one that is",
+        source=str(root),
+    )
 
 
 def _described(root: Path, number: int) -> FoundVersion:

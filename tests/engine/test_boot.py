@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.checkpoints import Out
+from tests.engine.checkpoints import RUN, Out, save
 from tests.engine.conftest import Start
 from tests.engine.engines import EngineHost, EngineRaisedError, RunningEngine
+from tests.engine.moving import moving
 from tests.engine.test_failures import _flip
 
 COMPILED = {"enforce_eager": False, "dtype": "float32", "load_format": "shardcast"}
@@ -41,27 +42,53 @@ def test_every_version_boots_from_one_name_and_has_one_compile_key(
     assert _compile_keys(host) == keys
     assert cold_one != cold_two
 
+    compiled = first.order("compilations")
+    assert compiled["vllm num_aot_compiles"] > 0
+    assert compiled["stats unique_graphs"] > 0
     assert first.swap(two).outcome == "activated"
     assert first.answers() == cold_two
     assert first.swap(one).outcome == "activated"
     assert first.answers() == cold_one
+    assert first.order("compilations") == compiled, "a swap has compiled something"
 
 
-def test_a_digest_pins_the_version_whatever_is_current(out: Out, start: Start) -> None:
+def test_a_version_is_pinned_whatever_becomes_current(out: Out, start: Start) -> None:
+    """By its digest, or because it was current before vLLM read anything."""
     one, two = (out.model("qwen2-tied", "bfloat16", seed) for seed in (1, 2))
     pinned = start(
         out.current, load_format="shardcast", model_loader_extra_config={"digest": one.digest}
     )
     newest = start(out.current, load_format="shardcast")
+    out.run.switch_current(one.version)
+    moved = start(out.current, load_format="shardcast", **moving(out.current, two.version))
 
-    assert pinned.state().served == one
+    assert out.current.resolve() == Path(two.path)
     assert newest.state().served == two
     cold = newest.answers()
-    assert pinned.answers() != cold
-    assert pinned.order("served") is not None
-    assert pinned.label() == f"policy/{one.version}/{one.digest}"
-    assert pinned.swap(two).outcome == "activated"
-    assert pinned.answers() == cold
+    cold_one = pinned.answers()
+    assert cold_one != cold
+    for engine in (pinned, moved):
+        assert engine.state().served == one
+        assert engine.order("served") is not None
+        assert engine.label() == f"{RUN}/{one.version}/{one.digest}"
+        assert engine.answers() == cold_one
+        assert engine.swap(two).outcome == "activated"
+        assert engine.answers() == cold
+
+
+def test_an_engine_that_starts_while_another_tokenizer_comes_says_so(
+    out: Out, start: Start
+) -> None:
+    made = []
+    for seed in (13, 14):
+        directory = save("qwen2-tied", "bfloat16", seed, out.scratch / f"tokenizer-{seed}")
+        (directory / "tokenizer.json").write_text(f'{{"of": {seed}}}')
+        made.append(out.publish(directory))
+    out.run.switch_current(made[0].version)
+
+    said = f"has another tokenizer.json, .*start the engine again, or with --model {made[0].path}"
+    with pytest.raises(EngineRaisedError, match=said):
+        start(out.current, load_format="shardcast", **moving(out.current, made[1].version))
 
 
 def test_what_was_not_published_is_not_booted(out: Out, start: Start) -> None:

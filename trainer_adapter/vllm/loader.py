@@ -1,10 +1,10 @@
 """``--load-format shardcast``: boot straight from what ``shardcast follow`` or ``pull`` keeps.
 
-``--model OUT/current --load-format shardcast``. Rank 0 looks where ``current`` leads, once, and all
-ranks load that version, whatever ``current`` becomes meanwhile; each verifies every byte that it
-loads against the manifest. ``--model-loader-extra-config '{"digest": "..."}'`` names the version
-instead. Because the engine was given ``OUT/current`` and not ``OUT/versions/N``, its compile cache
-serves every version.
+``--model OUT/current --load-format shardcast``. Where ``current`` leads is looked up once, before vLLM
+reads anything (``pinning``), and all ranks load that version, whatever ``current`` becomes meanwhile;
+each verifies every byte that it loads against the manifest. ``--model-loader-extra-config
+'{"digest": "..."}'`` names the version instead. Because the engine was given ``OUT/current`` and not
+``OUT/versions/N``, its compile cache serves every version.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ import msgspec
 import torch
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from shardcast.errors import EngineRefusedError, NotFoundError, UsageError
-from trainer_adapter.booting import find_version, version_at
-from trainer_adapter.checkpoint import CONFIG, Checkpoint
+from shardcast.errors import UsageError
+from trainer_adapter.checkpoint import Checkpoint
 from trainer_adapter.vllm.agreement import Agreement, Alone, World
+from trainer_adapter.vllm.pinning import DIGEST, agree_on, check_start, resolve
 from trainer_adapter.vllm.ranks import Target
 
 log = logging.getLogger("shardcast.vllm")
 
-_OPTIONS: Final = frozenset({"digest"})
+_OPTIONS: Final = frozenset({DIGEST})
 
 _booted: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Target, Checkpoint]] = (
     weakref.WeakKeyDictionary()
@@ -55,7 +55,7 @@ class ShardcastLoader(DefaultModelLoader):  # type: ignore[misc]
         options = dict(load_config.model_loader_extra_config or {})
         if unknown := sorted(set(options) - _OPTIONS):
             raise UsageError(f"--model-loader-extra-config: {', '.join(unknown)}: only 'digest'")
-        self._digest: str | None = options.get("digest")
+        self._digest: str | None = options.get(DIGEST)
         plain = copy(load_config)
         plain.model_loader_extra_config = {}
         super().__init__(plain)
@@ -80,7 +80,7 @@ class ShardcastLoader(DefaultModelLoader):  # type: ignore[misc]
         )
         try:
             checkpoint.verify(threads=max(1, len(os.sched_getaffinity(0))))
-            _check_config(checkpoint, where)
+            check_start(checkpoint, where)
             found = checkpoint.nonfinite(threads=len(os.sched_getaffinity(0)))
             if found:
                 log.warning("version %d: %s", target.version, found)
@@ -93,49 +93,8 @@ class ShardcastLoader(DefaultModelLoader):  # type: ignore[misc]
         _booted[model] = (target, checkpoint)
 
     def _resolve(self, where: Path) -> Target:
-        found = version_at(where) if self._digest is None else find_version(where, self._digest)
-        return Target(
-            run=found.run,
-            version=found.number,
-            digest=found.manifest,
-            path=str(found.directory),
-            step=found.step,
-        )
-
-
-def agree_on(agreement: Agreement, resolve: Any, where: Path) -> Target:
-    """Return what rank 0 resolved, as it lies on this rank's host.
-
-    Raises:
-        ShardcastError: What rank 0 found wrong, on every rank.
-    """
-    word = ""
-    if agreement.rank == 0:
-        try:
-            word = msgspec.json.encode(resolve()).decode()
-        except Exception as error:
-            word = str(error)
-    first = agreement.gather(word)[0]
-    if not first.startswith("{"):
-        raise NotFoundError(first)
-    target = msgspec.json.decode(first.encode(), type=Target)
-    if agreement.rank == 0:
-        return target
-    return msgspec.structs.replace(target, path=str(find_version(where, target.digest).directory))
+        return resolve(where, self._digest)
 
 
 def _agreement() -> Agreement:
     return World() if torch.distributed.is_initialized() else Alone()
-
-
-def _check_config(checkpoint: Checkpoint, where: Path) -> None:
-    """Refuse where vLLM has read another version's ``config.json``: ``current`` moved meanwhile."""
-    pinned = checkpoint.json(CONFIG)
-    read = Checkpoint.read_json(where / CONFIG)
-    if pinned is not None and read is not None and pinned != read:
-        raise EngineRefusedError(
-            f"{where / CONFIG} is not that of version {checkpoint.version.number}: start the "
-            "engine again",
-            phase="boot",
-            reason="incompatible",
-        )

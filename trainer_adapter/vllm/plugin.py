@@ -24,6 +24,7 @@ HELPERS: Final = (
     "vllm.config:set_current_vllm_config",
     "vllm.distributed.parallel_state:get_world_group",
     "vllm.distributed.weight_transfer.base:WeightTransferEngine",
+    "vllm.engine.arg_utils:EngineArgs",
     "vllm.model_executor.layers.attention:MLAAttention",
     "vllm.model_executor.layers.attention:is_deferred_attention_layer",
     "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod",
@@ -98,8 +99,12 @@ def _loader_class() -> type[Any]:
     except EngineUnsupportedError as error:
         log.warning("%s", error)
         return _refusing_loader()
-    from trainer_adapter.vllm.loader import ShardcastLoader
+    from vllm.engine.arg_utils import EngineArgs
 
+    from trainer_adapter.vllm.loader import ShardcastLoader
+    from trainer_adapter.vllm.pinning import pin_boots
+
+    pin_boots(EngineArgs)
     return ShardcastLoader
 
 

@@ -51,6 +51,9 @@ KEPT: Final = (
 )
 """Files that vLLM reads when it starts, and never again."""
 
+_UNSAID: Final = ("transformers_version", "_name_or_path", "name_or_path", "_commit_hash")
+"""Members of those files that say where they come from, and nothing about the model."""
+
 _SPECIAL: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
 _MOST_NAMED: Final = 5
 
@@ -211,18 +214,25 @@ def _bytes(path: Path) -> bytes | None:
         return None
 
 
-def _same(name: str, new: bytes, old: bytes) -> bool:
+def unlike(one: Path, other: Path) -> list[str]:
+    """Return the files that vLLM reads at its start and that two directories do not have alike."""
+    names = (CONFIG, *KEPT)
+    return [name for name in names if not _same(name, _bytes(one / name), _bytes(other / name))]
+
+
+def _same(name: str, new: bytes | None, old: bytes | None) -> bool:
     if new == old:
         return True
-    if not name.endswith(".json"):
+    if new is None or old is None or not name.endswith(".json"):
         return False
     try:
         one, two = json.loads(new), json.loads(old)
     except ValueError:
         return False
     if isinstance(one, dict) and isinstance(two, dict):
-        one.pop("transformers_version", None)
-        two.pop("transformers_version", None)
+        for member in _UNSAID:
+            one.pop(member, None)
+            two.pop(member, None)
     return bool(one == two)
 
 

@@ -1,0 +1,30 @@
+"""Lets ``current`` move while an engine starts: vLLM imports a worker's extension when it has read the
+model's configuration and before it loads its weights."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final
+
+from shardcast.store.run import RunStore
+from tests.engine.injected import Injected
+
+CURRENT: Final = "SHARDCAST_TEST_CURRENT"
+NEXT: Final = "SHARDCAST_TEST_NEXT"
+
+
+def moving(current: Path, version: int) -> dict[str, object]:
+    """Return the options of an engine that starts while a version becomes current."""
+    return {
+        "worker_extension_cls": f"{__name__}.Moved",
+        "environment": {CURRENT: str(current), NEXT: str(version)},
+    }
+
+
+class Moved(Injected):
+    """What other engines of these tests have."""
+
+
+if CURRENT in os.environ:
+    RunStore(Path(os.environ[CURRENT]).parent, "policy").switch_current(int(os.environ[NEXT]))
