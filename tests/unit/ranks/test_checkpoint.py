@@ -85,9 +85,7 @@ def test_one_bit_is_found_and_named(tmp_path: Path) -> None:
     data[-1] ^= 1
     path.write_bytes(data)
     with opened(target) as checkpoint:
-        with pytest.raises(
-            IntegrityError, match=r"model\.safetensors, shard \d+ .*pull the version"
-        ):
+        with pytest.raises(IntegrityError, match=r"model\.safetensors, shard \d+ .*repairs that"):
             checkpoint.verify()
         assert not checkpoint.verified
 
