@@ -25,6 +25,8 @@ Part = Sequence[str]
 """What one pytest is told to run."""
 
 ROOT: Final = Path("tests")
+APART: Final = ("engine", "engine_sglang")
+"""What needs an environment of its own: `make test-engine`, and docs/ENGINES.md for SGLang."""
 PARTS: Final = 3
 MOST_AGAIN: Final = 10
 
@@ -35,8 +37,11 @@ NOTHING_TO_RUN: Final = 5  # pytest.ExitCode
 
 def parts() -> list[Part]:
     """The suite, dealt out file by file."""
-    apart = ROOT / "engine"  # needs an environment of its own: make test-engine
-    files = sorted(str(file) for file in ROOT.rglob("test_*.py") if apart not in file.parents)
+    files = sorted(
+        str(file)
+        for file in ROOT.rglob("test_*.py")
+        if not any(ROOT / name in file.parents for name in APART)
+    )
     return [files[number::PARTS] for number in range(PARTS)]
 
 
