@@ -58,12 +58,18 @@ class RunningEngine:
         self._answer()
         self._link.settimeout(ANSWER_SECONDS)
 
-    def order(self, do: str, **members: Any) -> Any:
+    def order(self, do: str, *, within: float = ANSWER_SECONDS, **members: Any) -> Any:
         """Give an order and return what came of it.
+
+        Args:
+            do: A method of the engine's (``tests.engine.host``).
+            within: Seconds that it may take.
+            members: What it takes.
 
         Raises:
             EngineRaisedError: What it raised.
         """
+        self._link.settimeout(within)
         self._link.sendall(json.dumps({"do": do, **members}).encode() + b"\n")
         return self._answer()
 

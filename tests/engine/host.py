@@ -7,6 +7,8 @@ it on. What each engine answers is in `Engine`; the test's end is `tests.engine.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import io
 import json
 import os
 import signal
@@ -78,6 +80,36 @@ class Engine:
         """Forget the prefixes, as a server's pause does."""
         assert self.llm.reset_prefix_cache()
 
+    def sleep(self, order: dict[str, Any]) -> None:
+        """Sleep, as trainers on the same GPU let an engine; on CPUs no memory is given away."""
+        self.llm.sleep(level=1)
+
+    def wake_up(self, order: dict[str, Any]) -> None:
+        """Wake up again."""
+        assert self.llm.wake_up()
+
+    def hold_prefixes(self, order: dict[str, Any]) -> None:
+        """Let the next reset of the prefix cache fail, as it does while something uses a block."""
+        real = self.llm.reset_prefix_cache
+
+        def fail(**members: bool) -> bool:
+            self.llm.reset_prefix_cache = real
+            return False
+
+        self.llm.reset_prefix_cache = fail
+
+    def compilations(self, order: dict[str, Any]) -> dict[str, int]:
+        """Return what vLLM, dynamo and inductor have counted in this process."""
+        from dataclasses import asdict
+
+        from torch._dynamo.utils import counters
+        from vllm.compilation.counter import compilation_counter
+
+        found = {f"vllm {name}": count for name, count in asdict(compilation_counter).items()}
+        for kind in ("stats", "inductor"):
+            found |= {f"{kind} {name}": int(count) for name, count in counters[kind].items()}
+        return found
+
     def register_again(self, order: dict[str, Any]) -> None:
         """Do what vLLM does in some of its processes."""
         from trainer_adapter.vllm.plugin import register
@@ -148,6 +180,48 @@ class AsyncEngine:
         return {**told, "booted": booted, "label": label, "pause_ms": answer.pause_ms}
 
 
+class Program:
+    """A program of docs/ENGINES.md, as it stands there, with names that are its reader's.
+
+    It ends by ``_EnoughError``, once tokens of the wanted version came out.
+    """
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        os.environ.update(options.get("environment", {}))
+
+    def run(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Run it; return the label of each answer, and what it printed."""
+        said = io.StringIO()
+        labels: list[list[str]] = []
+
+        def take(outputs: list[Any]) -> None:
+            labels.append(
+                [span.version for one in outputs for span in one.outputs[0].weight_versions]
+            )
+            if labels[-1][-1].startswith(order["until"]):
+                raise _EnoughError
+
+        async def rollouts(engine: Any) -> None:
+            async with asyncio.timeout(order["seconds"]):
+                while True:
+                    asked = engine.generate("w5 w17 w101", _sampling(60), str(len(labels)))
+                    take([[output async for output in asked][-1]])
+
+        names = {
+            "__name__": "__main__",
+            "prompts": ["w5 w17 w101"],
+            "take": take,
+            "rollouts": rollouts,
+        }
+        with contextlib.redirect_stdout(said), contextlib.suppress(_EnoughError):
+            exec(compile(order["text"], "docs/ENGINES.md", "exec"), names)
+        return {"labels": labels, "said": said.getvalue()}
+
+
+class _EnoughError(Exception):
+    """A program has shown what it does."""
+
+
 def _sampling(tokens: int) -> Any:
     from vllm import SamplingParams
 
@@ -193,11 +267,11 @@ def serve(options: dict[str, Any], path: str) -> None:
             except Exception as problem:
                 traceback.print_exc()
                 result, error = None, f"{type(problem).__name__}: {problem}"
-            reply = None if isinstance(result, (Engine, AsyncEngine)) else result
+            reply = None if isinstance(result, (Engine, AsyncEngine, Program)) else result
             link.sendall(json.dumps({"result": reply, "error": error}).encode() + b"\n")
             return result
 
-        kind = AsyncEngine if options.pop("kind", "") == "async" else Engine
+        kind = {"": Engine, "async": AsyncEngine, "program": Program}[options.pop("kind", "")]
         pretend(**options.pop("pretend", {}))
         engine = answer(kind, options)
         for line in lines:

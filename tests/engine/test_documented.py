@@ -1,35 +1,55 @@
-"""What docs/ENGINES.md says of vLLM's server, done word for word: its commands, not ours."""
+"""What docs/ENGINES.md says, done word for word: its commands and programs, not ours."""
 
 from __future__ import annotations
 
 import ast
+import asyncio
 import json
 import os
 import re
-import secrets
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-import tokenizers
+import torch
 import transformers
 
-from shardcast.engine.forms import ActivateAnswer, EngineState, StageAnswer, read_answer
-from tests.engine.checkpoints import VOCABULARY, save
+from shardcast.engine.driver import Target
+from shardcast.engine.forms import (
+    STATE_PATH,
+    ActivateAnswer,
+    EngineState,
+    StageAnswer,
+    read_answer,
+)
+from shardcast.events import WorkerEvent
+from tests.engine.checkpoints import Out, add_tokenizer, save
+from tests.engine.engines import START_SECONDS, EngineHost
 from tests.engine.servers import Server, environment, free_port
 
 PAGE = Path(__file__).parents[2] / "docs" / "ENGINES.md"
 SECONDS = 60
 
 
-def commands(name: str) -> str:
+def block(name: str) -> str:
     """Return the block that the page marks as tested under a name."""
-    found = re.search(rf"<!-- tested: {name} -->\n```bash\n(.*?)\n```", PAGE.read_text(), re.DOTALL)
+    found = re.search(
+        rf"<!-- tested: {name} -->\n```(?:bash|python)\n(.*?)\n```", PAGE.read_text(), re.DOTALL
+    )
     assert found, f"the page has no block {name}"
     return found[1]
+
+
+async def run(text: str, names: dict[str, Any]) -> None:
+    """Run a block that awaits, with the names that its reader has; bind what it binds."""
+    flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+    work = eval(compile(text, str(PAGE), "exec", flags=flags), names)
+    if work is not None:
+        await work
 
 
 class Place:
@@ -40,6 +60,7 @@ class Place:
         self.port = free_port()
         self.relay: subprocess.Popen[str] | None = None
         self.url = ""
+        self.out = str(root / "models" / "policy")
         self.environment = {
             **os.environ,
             **environment(root),
@@ -48,11 +69,16 @@ class Place:
         }
         del self.environment["VLLM_PLUGINS"]  # the page sets it
 
+    @property
+    def token(self) -> str:
+        """The server's API key, which the page makes."""
+        return (self.root / "engine.token").read_text().strip()
+
     def words(self, text: str) -> str:
         """Put this host's names in."""
         for theirs, ours in {
             "http://relay-1:8470": self.url,
-            "/models/policy": str(self.root / "models" / "policy"),
+            "/models/policy": self.out,
             "8000": str(self.port),
         }.items():
             assert theirs in text or theirs == "8000", f"the page no longer says {theirs}"
@@ -69,14 +95,7 @@ class Place:
     def publish(self, seed: int) -> None:
         """Publish a model with a tokenizer, as a user's has one."""
         directory = save("qwen2", "bfloat16", seed, self.root / f"checkpoint-{seed}")
-        words = tokenizers.models.WordLevel(
-            {f"w{number}": number for number in range(VOCABULARY)}, unk_token="w3"
-        )
-        tokenizer = tokenizers.Tokenizer(words)
-        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-        transformers.PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer, unk_token="w3", eos_token="w1"
-        ).save_pretrained(directory)
+        add_tokenizer(directory)
         self.shardcast(
             "publish",
             str(directory),
@@ -112,7 +131,6 @@ def place(tmp_path: Path) -> Iterator[Place]:
         place.shardcast("keygen", "--out", ".")
         place.publish(1)
         place.serve()
-        (tmp_path / "engine.token").write_text(secrets.token_hex(16) + "\n")
         yield place
     finally:
         place.close()
@@ -120,9 +138,11 @@ def place(tmp_path: Path) -> Iterator[Place]:
 
 @pytest.mark.timeout(480)
 def test_the_page_from_pulling_to_activating(place: Place) -> None:
-    text = place.words(commands("server"))
+    text = place.words(block("server"))
     # A model this small needs no compiled graph, which takes longer than all the rest.
-    text = text.replace(f"--port {place.port}", f"--port {place.port} --enforce-eager")
+    text = text.replace(
+        f"--port {place.port}", f"--port {place.port} --enforce-eager --enable-scale-out"
+    )
     assert "--enforce-eager" in text
     text = text.replace("python -m vllm", "exec python -m vllm")
     log = place.root / "server.log"
@@ -136,7 +156,7 @@ def test_the_page_from_pulling_to_activating(place: Place) -> None:
         server.wait_started()
         place.publish(2)
         done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", place.words(commands("activate"))],
+            ["bash", "-euo", "pipefail", "-c", place.words(block("activate"))],
             cwd=place.root, env=place.environment, capture_output=True, timeout=SECONDS, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
@@ -151,9 +171,53 @@ def test_the_page_from_pulling_to_activating(place: Place) -> None:
         # It was labelled at boot: the swap log knows what it came from.
         assert (served.swaps[0].from_ or "").startswith("policy/1/")
         assert json.loads(ready) == {"ready": True, "why": ""}
+        place.publish(3)
+        asyncio.run(follow_as_the_page(place))
+        stamp_as_the_page(place, server)
     finally:
         server.end()
         process.wait(SECONDS)
+
+
+async def follow_as_the_page(place: Place) -> None:
+    """Run the agent's block until it has activated version 3."""
+    activated = asyncio.Event()
+
+    def on_event(event: WorkerEvent) -> None:
+        if (event.kind, event.version) == ("activated", 3):
+            activated.set()
+
+    names = {"token": place.token, "on_event": on_event}
+    following = asyncio.ensure_future(run(place.words(block("agent")), names))
+    waiting = asyncio.ensure_future(activated.wait())
+    await asyncio.wait({following, waiting}, timeout=SECONDS, return_when=asyncio.FIRST_COMPLETED)
+    assert not following.done(), following.result()
+    assert waiting.done(), "nothing was activated"
+    following.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await following
+
+
+def stamp_as_the_page(place: Place, server: Server) -> None:
+    """Run the stamps' block on answers of version 3."""
+    sampling = {"max_tokens": 4}
+    body = {"model": "policy", "prompt": "w5 w17", **sampling}
+    response = server.ask("/v1/completions", body, key=place.token)
+    generated = server.ask(
+        "/inference/v1/generate",
+        {"model": "policy", "token_ids": [5, 17], "sampling_params": sampling},
+        key=place.token,
+    )
+    names: dict[str, Any] = {
+        "response": response,
+        "state": read_answer(server.ask(STATE_PATH, key=place.token).body, EngineState, source=""),
+        "rollout": {},
+        "choice": generated.json["choices"][0],
+    }
+    asyncio.run(run(block("stamps"), names))
+    assert names["rollout"]["version"] == 3
+    assert names["rollout"]["ambiguous"] is False
+    assert [span.identity.version for span in names["spans"]] == [3]
 
 
 def answers(output: bytes) -> list[bytes]:
@@ -166,6 +230,55 @@ def answers(output: bytes) -> list[bytes]:
     return found
 
 
-def test_the_python_of_the_page_is_python() -> None:
-    for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
-        compile(block, str(PAGE), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+def test_all_python_of_the_page_is_run() -> None:
+    page = PAGE.read_text()
+    marked = re.findall(r"<!-- tested: (\w+) -->\n```python", page)
+    assert sorted(marked) == ["agent", "async", "llm", "stamps", "torch"]
+    assert page.count("```python") == len(marked), "a block that no test runs"
+
+
+@pytest.mark.timeout(480)
+def test_the_programs_of_the_page(place: Place, host: EngineHost) -> None:
+    place.shardcast(
+        "pull", "policy", "--from", place.url, "--out", place.out, "--pubkey", "shardcast.pub"
+    )
+    for version, name in ((2, "llm"), (3, "async")):
+        place.publish(version)
+        text = place.words(block(name))
+        assert text.count('load_format="shardcast",') == 1
+        # A model this small needs no compiled graph, which takes longer than all the rest.
+        text = text.replace(
+            'load_format="shardcast",', 'load_format="shardcast", enforce_eager=True,'
+        )
+        engine = host.start(
+            "-", kind="program", environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+        )
+        try:
+            told = engine.order(
+                "run",
+                within=START_SECONDS + SECONDS,
+                text=text,
+                until=f"policy/{version}/",
+                seconds=SECONDS,
+            )
+        finally:
+            engine.end()
+        assert told["labels"][-1][-1].startswith(f"policy/{version}/")
+        if name == "llm":
+            assert "started with Target(run='policy', version=1" in told["said"]
+        else:  # it was labelled before its first answer, and ran while it was swapped
+            assert told["labels"][0][0].startswith("policy/2/")
+
+
+async def test_the_torch_module_of_the_page(tmp_path: Path) -> None:
+    out = Out(tmp_path)
+    old, new = (out.model("qwen2-tied", "float32", seed) for seed in (1, 2))
+    model = transformers.AutoModelForCausalLM.from_pretrained(old.path).eval()
+    cold = transformers.AutoModelForCausalLM.from_pretrained(new.path).eval()
+    tokens = torch.tensor([[5, 17, 101]])
+    target = Target(new.run, new.version, new.digest, Path(new.path))
+
+    await run(block("torch"), {"model": model, "tokens": tokens, "target": target})
+
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits, cold(tokens).logits)
