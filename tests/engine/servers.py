@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from shardcast.engine.forms import (
     EngineState,
     read_answer,
 )
-from tests.engine.engines import PROMPTS, TOKENS
+from tests.engine.engines import TOKENS
 from tests.engine.server_faults import ARM_PATH, PAUSE_PATH
 from trainer_adapter.vllm.ranks import Target
 
@@ -98,8 +99,12 @@ class Server:
         if key is not None:
             headers["authorization"] = f"Bearer {key}"
         data = None if body is None else json.dumps(body).encode()
-        link.request("GET" if data is None else "POST", path, data, headers)
-        return link, link.getresponse()
+        try:
+            link.request("GET" if data is None else "POST", path, data, headers)
+            return link, link.getresponse()
+        except BaseException:
+            link.close()
+            raise
 
     def ask(self, path: str, body: Any = None, *, key: str | None = KEY) -> Answer:
         """Send a request and return the whole answer."""
@@ -151,9 +156,9 @@ class Server:
         assert answer.status == 200, answer.body
         return answer.json["choices"][0]
 
-    def answers(self) -> list[tuple[list[int], list[str]]]:
-        """Answer the fixed prompts, one at a time: tokens, and their log-probabilities as hex."""
-        found = [self.generate(prompt, TOKENS) for prompt in PROMPTS]
+    def answers(self, prompts: list[list[int]]) -> list[tuple[list[int], list[str]]]:
+        """Answer prompts, one at a time: tokens, and their log-probabilities as hex."""
+        found = [self.generate(prompt, TOKENS) for prompt in prompts]
         return [
             (
                 one["token_ids"],
@@ -236,6 +241,77 @@ class Stream:
         return self.tokens
 
 
+class Told:
+    """A streamed answer of several choices, read in a thread of its own.
+
+    Attributes:
+        tokens: By choice, as they came.
+        logprobs: By choice, the tokens that log-probabilities came for.
+        text: By choice.
+        finish: By choice, every reason that came.
+        usage: How many tokens the server says that it has generated.
+    """
+
+    def __init__(self, server: Server, path: str, tokens: int, **more: Any) -> None:
+        """Send the request."""
+        self.tokens: dict[int, list[int]] = {}
+        self.logprobs: dict[int, list[str]] = {}
+        self.text: dict[int, str] = {}
+        self.finish: dict[int, list[str]] = {}
+        self.usage = 0
+        self._error: BaseException | None = None
+        body = {
+            "model": "policy", "max_tokens": tokens, "ignore_eos": True, "stream": True,
+            "return_token_ids": True, "return_tokens_as_token_ids": True,
+            "skip_special_tokens": False, "stream_options": {"include_usage": True}, **more,
+        }  # fmt: skip
+        self._thread = threading.Thread(target=self._run, args=(server, path, body))
+        self._thread.start()
+
+    def wait_for(self, count: int) -> None:
+        """Wait until every choice has so many tokens."""
+
+        def there() -> bool:
+            if not self._thread.is_alive():
+                self.whole()
+            return bool(self.tokens) and all(len(one) >= count for one in self.tokens.values())
+
+        until(there, f"{count} tokens of every choice")
+
+    def whole(self) -> Told:
+        """Wait for the end; return itself."""
+        self._thread.join(ANSWER_SECONDS)
+        assert not self._thread.is_alive()
+        if self._error is not None:
+            raise self._error
+        return self
+
+    def _run(self, server: Server, path: str, body: dict[str, Any]) -> None:
+        try:
+            link, response = server.open(path, body)
+            with contextlib.closing(link):
+                assert response.status == 200, response.read()
+                for line in response:
+                    if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
+                        self._take(json.loads(line[6:]))
+        except BaseException as error:
+            self._error = error
+
+    def _take(self, chunk: dict[str, Any]) -> None:
+        assert "choices" in chunk, chunk
+        if chunk.get("usage"):
+            self.usage = int(chunk["usage"]["completion_tokens"])
+        for choice in chunk["choices"]:
+            index, logprobs = int(choice["index"]), choice.get("logprobs") or {}
+            self.tokens.setdefault(index, []).extend(choice.get("token_ids") or ())
+            named = [one["token"] for one in logprobs.get("content") or ()]
+            self.logprobs.setdefault(index, []).extend(named or logprobs.get("tokens") or ())
+            text = choice["delta"].get("content") if "delta" in choice else choice["text"]
+            self.text[index] = self.text.get(index, "") + (text or "")
+            if choice["finish_reason"]:
+                self.finish.setdefault(index, []).append(choice["finish_reason"])
+
+
 def request(prompt: list[int], tokens: int, **more: Any) -> dict[str, Any]:
     return {
         "model": "policy", "prompt": prompt, "max_tokens": tokens, "temperature": 0,
@@ -247,7 +323,7 @@ def members(target: Target) -> dict[str, Any]:
     """Return what a request says of a version: its directory, and what it is."""
     plain = msgspec.to_builtins(target)
     told = ("run", "version", "digest", "path", "step")
-    return {name: plain[name] for name in told if plain[name] is not None}
+    return {name: plain[name] for name in told if plain.get(name) is not None}
 
 
 class ServerHost:
