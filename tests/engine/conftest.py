@@ -54,7 +54,7 @@ def start(host: EngineHost) -> Iterator[Start]:
 
 @pytest.fixture(scope="session")
 def note_path() -> Callable[[str, RunningEngine], None]:
-    """Remember which kernels an engine's linear layers go through; the summary shows it."""
+    """Remember which kernels an engine's layers and experts go through; the summary shows it."""
 
     def note(name: str, engine: RunningEngine) -> None:
         gemm = engine.state().gemm
@@ -67,6 +67,6 @@ def note_path() -> Callable[[str, RunningEngine], None]:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Shows the matrix multiplications that the equality was proved for."""
     if _paths:
-        terminalreporter.section("GEMM paths of the linear layers")
+        terminalreporter.section("GEMM paths of linear layers and experts")
         for line in _paths:
             terminalreporter.write_line(line)

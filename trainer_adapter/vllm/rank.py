@@ -44,7 +44,7 @@ class Weights(Protocol):
         ...
 
     def gemm(self) -> dict[str, int]:
-        """Return how many linear layers go through which kernel."""
+        """Return how many linear layers, and layers' experts, go through which kernel."""
         ...
 
 

@@ -123,7 +123,7 @@ class RankReply(msgspec.Struct, frozen=True, kw_only=True):
         poisoned: Why it does not know what it runs; empty where it does.
         suspect: Why NaN may lie in the KV memory, so that the next load wipes it and nobody may
             keep what is there; empty where it need not.
-        gemm: How many linear layers go through which kernel (CPU), or ``{"cuda": n}``.
+        gemm: How many linear layers, and layers' experts, go through which kernel (CPU), or ``{"cuda": n}``.
     """
 
     rank: int

@@ -242,13 +242,18 @@ class Model:
     # --- what it runs on ---------------------------------------------------------------------
 
     def gemm(self) -> dict[str, int]:
-        """Return how many linear layers go through which kernel."""
+        """Return how many linear layers, and how many layers' experts, go through which kernel."""
         found: dict[str, int] = {}
+        experts: set[int] = set()  # more than one module may have them
         for module in self._model.modules():
             kernel = module.__dict__.get("cpu_linear")
+            moe = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
             if kernel is not None:
                 names = getattr(getattr(kernel, "__code__", None), "co_names", ("linear",))
                 name = next((_KERNELS[n] for n in names if n in _KERNELS), "other")
+            elif moe is not None and id(moe) not in experts:
+                experts.add(id(moe))
+                name = _experts_kernel(moe)
             elif self._device.type != "cpu" and hasattr(module, "quant_method"):
                 name = self._device.type
             else:
@@ -273,6 +278,14 @@ class _Ready:
         if self._prepared is not None:
             self._prepared.close()
             self._prepared = None
+
+
+def _experts_kernel(moe: Any) -> str:
+    """Return what a layer's experts go through: on CPUs the instructions, elsewhere vLLM's name."""
+    kernel = getattr(moe, "fused_experts", moe)
+    if getattr(kernel, "_use_zentorch", False):
+        return "experts zentorch"
+    return f"experts {getattr(kernel, 'isa', type(kernel).__name__)}"
 
 
 def _check_memory(most: int) -> None:
