@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -81,6 +82,21 @@ def save(kind: str, dtype: str, seed: int, directory: Path, **sizes: int) -> Pat
             else:
                 parameter.normal_(1.0, 0.1)
     model.to(getattr(torch, dtype)).save_pretrained(directory)
+    return directory
+
+
+def add_tokenizer(directory: Path) -> Path:
+    """Save a tokenizer beside a model: token 17 is the word ``w17``."""
+    words = tokenizers.models.WordLevel(
+        {f"w{number}": number for number in range(VOCABULARY)}, unk_token="w3"
+    )
+    tokenizer = tokenizers.Tokenizer(words)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="w3", eos_token="w1"
+    )
+    fast.chat_template = "{% for m in messages %}w4 {{ m['content'] }} {% endfor %}w5"
+    fast.save_pretrained(directory)
     return directory
 
 

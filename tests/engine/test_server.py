@@ -33,8 +33,18 @@ from shardcast.publishing import PublishOptions
 from shardcast.store.run import RunStore
 from tests.contract.made import signer
 from tests.engine.adapters import save_adapter
-from tests.engine.checkpoints import Out
-from tests.engine.servers import BACKEND, INJECTED, KEY, Answer, Server, ServerHost, members, until
+from tests.engine.checkpoints import Out, add_tokenizer
+from tests.engine.servers import (
+    BACKEND,
+    INJECTED,
+    KEY,
+    Answer,
+    Server,
+    ServerHost,
+    Told,
+    members,
+    until,
+)
 from trainer_adapter.vllm.ranks import Target
 
 PROMPT = [5, 17, 101, 44, 8]
@@ -51,9 +61,13 @@ def versions(out: Out) -> Versions:
 
 
 @pytest.fixture(scope="module")
-def plain(servers: ServerHost, versions: Versions) -> Iterator[Server]:
-    """Booted from elsewhere: from a directory that happens to be version 1."""
-    server = servers.begin(versions[0].path, *BACKEND, *INJECTED, "--enable-scale-out")
+def plain(servers: ServerHost, versions: Versions, out: Out) -> Iterator[Server]:
+    """Booted from elsewhere: from a directory that happens to be version 1. It has words."""
+    words = add_tokenizer(out.scratch / "words")  # beside a config.json it would become Qwen's
+    server = servers.begin(
+        versions[0].path, *BACKEND, *INJECTED, "--enable-scale-out", "--no-skip-tokenizer-init",
+        "--tokenizer", str(words),
+    )  # fmt: skip
     try:
         server.wait_started()
         yield server
@@ -185,6 +199,48 @@ def test_streams_go_on_over_a_swap_and_are_recomputed(first: Server, versions: V
     assert stamped.ambiguous
     assert stamped.identity == versions[0].identity
     assert stamped.candidates == tuple(label_of(one.identity) for one in versions[:2])
+
+
+def test_several_streams_at_once_get_every_token_exactly_once(
+    first: Server, versions: Versions
+) -> None:
+    """Completions, and chats of two choices each: in one batch, all at once."""
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/completions", {"prompt": [*PROMPT, 60 + n], "temperature": 0, "logprobs": 1})
+        for n in range(2)
+    ] + [
+        ("/v1/chat/completions",
+         {"messages": [{"role": "user", "content": f"w{70 + n} w8 w9"}], "temperature": 1.0,
+          "seed": n, "n": 2, "logprobs": True, "top_logprobs": 1})
+        for n in range(2)
+    ]  # fmt: skip
+
+    def told(over: Callable[[], None]) -> list[Told]:
+        streams = [Told(first, path, STREAMED, **body) for path, body in bodies]
+        for stream in streams:
+            stream.wait_for(10)
+        over()
+        return [stream.whole() for stream in streams]
+
+    def swap() -> None:
+        assert first.activate(versions[1]).status == 200
+
+    before, found = told(lambda: None), told(swap)
+    for stream, still in zip(found, before, strict=True):
+        assert stream.finish == still.finish == {index: ["length"] for index in stream.tokens}
+        assert stream.usage == still.usage == STREAMED * len(stream.tokens)
+        for index, tokens in stream.tokens.items():
+            assert len(tokens) == STREAMED
+            assert tokens[:10] == still.tokens[index][:10]
+            assert tokens != still.tokens[index]
+            assert stream.logprobs[index] == [f"token_id:{token}" for token in tokens]
+            assert stream.text[index].split() == [f"w{token}" for token in tokens]
+    assert [len(stream.tokens) for stream in found] == [1, 1, 2, 2]
+    # None lost in the middle either: the new weights say the same after all that was received.
+    for (_, body), stream in zip(bodies, found[:2], strict=False):
+        tokens, split = stream.tokens[0], STREAMED - 20
+        rest = first.tokens(body["prompt"] + tokens[:split], 20, cache_salt="cold")
+        assert rest == tokens[split:]
 
 
 def test_requests_that_arrive_during_a_swap_are_answered(first: Server, versions: Versions) -> None:
