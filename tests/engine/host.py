@@ -98,6 +98,19 @@ class Engine:
 
         self.llm.reset_prefix_cache = fail
 
+    def with_connectors(self, order: dict[str, Any]) -> str:
+        """Return why this engine could not swap, had it a KV connector."""
+        from types import SimpleNamespace
+
+        from vllm.config import KVTransferConfig
+
+        from trainer_adapter.vllm.configured import settings_of
+        from trainer_adapter.vllm.serving import unsupported
+
+        transfer = KVTransferConfig(**order["transfer"])
+        config = vars(self.llm.llm_engine.vllm_config) | {"kv_transfer_config": transfer}
+        return unsupported(settings_of(SimpleNamespace(**config), plugins=None))
+
     def compilations(self, order: dict[str, Any]) -> dict[str, int]:
         """Return what vLLM, dynamo and inductor have counted in this process."""
         from dataclasses import asdict
@@ -164,20 +177,31 @@ class AsyncEngine:
 
     async def _over_a_swap(self, order: dict[str, Any]) -> dict[str, Any]:
         from trainer_adapter.vllm.inprocess import attach, swap_async
+        from trainer_adapter.vllm.machine import SwapError
         from trainer_adapter.vllm.ranks import Target
 
+        target = msgspec.convert(order["target"], Target)
         swapper = await attach(self.llm)
+        kept = ""
+        try:
+            await swap_async(swapper, target, requests="keep")
+        except SwapError as error:
+            kept = error.message
         booted = await self.llm.get_weight_version()
         tenth = asyncio.Event()
         request = asyncio.ensure_future(
             self._one([5, 17, 101], order["tokens"], lambda n: tenth.set() if n >= 10 else None)
         )
         await tenth.wait()
-        answer = await swap_async(swapper, msgspec.convert(order["target"], Target))
+        answer = await swap_async(swapper, target)
         told = await request
         label = await self.llm.get_weight_version()
         await swapper.close()
-        return {**told, "booted": booted, "label": label, "pause_ms": answer.pause_ms}
+        salted = await attach(self.llm, salted=True)
+        allowed = (swapper.state.keep_allowed, salted.state.keep_allowed)
+        await salted.close()
+        said = {"pause_ms": answer.pause_ms, "kept": kept, "keep_allowed": allowed}
+        return {**told, "booted": booted, "label": label, **said}
 
 
 class Program:

@@ -20,4 +20,6 @@ def test_a_request_goes_on_over_a_swap_and_loses_nothing(out: Out, start: Start)
     assert len(told["tokens"]) == 80
     assert [span["version"] for span in told["spans"]] == [told["booted"], told["label"]]
     assert 0 < told["pause_ms"] < 60_000
+    assert "cache_salt" in told["kept"]
+    assert told["keep_allowed"] == [False, True]
     assert engine.answers() == cold_two

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 
 from tests.engine.checkpoints import Out
@@ -64,6 +66,24 @@ def test_an_engine_that_sleeps_is_not_touched(scene: Scene) -> None:
         scene.engine.swap(scene.two)
     scene.engine.order("wake_up")
     scene.serves(scene.one, scene.answers)
+
+
+def test_connectors_that_cannot_forget_are_refused_wherever_they_are_held(scene: Scene) -> None:
+    offloading = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    example = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+
+    def said(transfer: Mapping[str, object]) -> str:
+        return str(scene.engine.order("with_connectors", transfer=transfer))
+
+    def several(*held: dict[str, str]) -> dict[str, object]:
+        extra = {"connectors": list(held)}
+        return {
+            "kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra,
+        }  # fmt: skip
+
+    assert said(offloading) == said(several(offloading)) == ""
+    for refused in (example, several(offloading, example)):
+        assert "KV connector ExampleConnector cannot forget" in said(refused)
 
 
 def test_what_was_loaded_again_goes_on_under_its_label(scene: Scene) -> None:

@@ -29,7 +29,7 @@ def settings_of(
         servers=servers,
         data_parallel=int(config.parallel_config.data_parallel_size),
         multimodal=bool(config.model_config.is_multimodal_model),
-        connector=_connector(config),
+        connector=_connectors(config.kv_transfer_config),
         lora=config.lora_config is not None,
         may_sleep=bool(config.model_config.enable_sleep_mode),
     )
@@ -46,13 +46,19 @@ def refusal(settings: Settings) -> str:
     return why
 
 
-def _connector(config: Any) -> Mapping[str, bool]:
-    """Return the KV connector's name, if there is one, and whether it can forget what it holds."""
-    transfer = config.kv_transfer_config
+def _connectors(transfer: Any) -> Mapping[str, bool]:
+    """Return the KV connectors' names, and whether each can forget what it holds.
+
+    One that holds others says that it can whatever they do, so they are asked one by one.
+    """
     if transfer is None or not transfer.kv_connector:
         return {}
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
     found = KVConnectorFactory.get_connector_class(transfer)
-    return {str(transfer.kv_connector): found.reset_cache is not KVConnectorBase_V1.reset_cache}
+    forgets = {str(transfer.kv_connector): found.reset_cache is not KVConnectorBase_V1.reset_cache}
+    held = (transfer.kv_connector_extra_config or {}).get("connectors") or []
+    for one in held:
+        forgets |= _connectors(type(transfer)(**one))
+    return forgets
