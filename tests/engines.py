@@ -335,7 +335,8 @@ class JsonServer:
 
     Attributes:
         token: What requests must show.
-        faults: What becomes of the next requests of a path: a status, ``reset``, ``reset after``.
+        faults: What becomes of the next requests of a path: a status, ``reset``, ``silent`` (no answer
+            ever comes), or one of these two with `` after``: once it was done.
         asked: Method and path of every request.
     """
 
@@ -386,6 +387,8 @@ class JsonServer:
             self.changed.notify_all()
         if fault == "reset":
             return self._reset(request)
+        if fault == "silent":
+            return self._wait_until_gone(request)
         if isinstance(fault, int):
             return self._send(request, fault, {"detail": "a proxy says so"})
         if self.token is not None and request.headers.get("Authorization") != (
@@ -395,6 +398,8 @@ class JsonServer:
         status, content = answer(method, path, body)
         if fault == "reset after":
             return self._reset(request)
+        if fault == "silent after":
+            return self._wait_until_gone(request)
         return self._send(request, status, content)
 
     @staticmethod
@@ -412,6 +417,15 @@ class JsonServer:
         linger = struct.pack("ii", 1, 0)
         request.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
         request.connection.close()
+
+    def _wait_until_gone(self, request: BaseHTTPRequestHandler) -> None:
+        """Say nothing until the client gives up."""
+        with self.changed:
+            self.changed.notify_all()
+        request.close_connection = True
+        request.connection.settimeout(WAIT_S)
+        with contextlib.suppress(OSError):
+            request.rfile.read(1)
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
         """Wait until a condition over what was asked holds."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from shardcast.engine.adapters import Use
 from shardcast.engine.decide import Mode
-from shardcast.engine.driver import Target
+from shardcast.engine.driver import MARGIN_S, Target
 from shardcast.engine.forms import DEFAULT_LEASE_SECONDS
 from shardcast.engine.leases import Leases
 from shardcast.engine.repairs import Repairs
@@ -27,6 +27,7 @@ class AgentOptions:
         max_swapping: How many of its engines may be paused at once.
         max_lag: An engine that is more versions behind says that it is not ready; None: never.
         lease_s: How long an activation may take.
+        margin_s: How much longer an engine that says nothing at all may hold up the others.
         adapter: The run's versions are adapters, and this is what they are called; None: the versions
             say what they are.
         check_canary: Compare what an engine answers with the version's canary.
@@ -38,6 +39,7 @@ class AgentOptions:
     max_swapping: int = 1
     max_lag: int | None = None
     lease_s: float = DEFAULT_LEASE_SECONDS
+    margin_s: float = MARGIN_S
     adapter: str | None = None
     check_canary: bool = False
     poll_s: float = 2.0

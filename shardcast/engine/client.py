@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 
 from shardcast.asyncget import Answer, HttpSession, UnansweredError
 from shardcast.config import NetConfig
 from shardcast.connection import parse_endpoint
+from shardcast.engine.driver import Waits
 from shardcast.engine.forms import MAX_ANSWER_BYTES
 from shardcast.errors import (
     EngineKeyError,
@@ -24,19 +25,13 @@ from shardcast.errors import (
     ShardcastError,
 )
 
-ASK_S: Final = 10.0
-"""An engine's API process answers small questions even while its ranks load."""
-STAGE_S: Final = 3600.0
-"""Hashing 1 TB from a slow disk; nobody waits for it but the agent."""
-MARGIN_S: Final = 15.0
-"""Beyond a lease: an engine that keeps it has answered by then."""
-
 
 class EngineClient:
     """Talks to one engine. For one event loop.
 
     Attributes:
         url: Its base URL.
+        waits: How long answers are waited for.
     """
 
     def __init__(
@@ -47,6 +42,7 @@ class EngineClient:
         missing: str,
         config: NetConfig | None = None,
         tls: ssl.SSLContext | None = None,
+        waits: Waits | None = None,
     ) -> None:
         """Connect to nothing yet.
 
@@ -56,6 +52,7 @@ class EngineClient:
             missing: What to do where it has none of the routes.
             config: Network bounds.
             tls: For https; None means the system's certificates.
+            waits: How long answers are waited for.
 
         Raises:
             UsageError: If it is no URL.
@@ -64,12 +61,13 @@ class EngineClient:
         self.url = self._endpoint.url
         self._has_token = token is not None
         self._missing = missing
+        self.waits = waits or Waits()
         headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
         if token is not None:
             headers["Authorization"] = f"Bearer {token}"
         self._http = HttpSession(config or NetConfig(), headers, tls)
 
-    async def get(self, path: str, *, timeout_s: float = ASK_S) -> bytes:
+    async def get(self, path: str) -> bytes:
         """Return the body of a 200.
 
         Raises:
@@ -78,7 +76,7 @@ class EngineClient:
         """
         try:
             answer = await self._http.get(
-                self._endpoint, path, limit=MAX_ANSWER_BYTES, timeout_s=timeout_s
+                self._endpoint, path, limit=MAX_ANSWER_BYTES, timeout_s=self.waits.ask_s
             )
         except ShardcastError as error:
             raise self._unreachable(error) from error
@@ -92,9 +90,14 @@ class EngineClient:
         return answer.body
 
     async def post(
-        self, path: str, content: bytes | Mapping[str, object], *, timeout_s: float = ASK_S
+        self, path: str, content: bytes | Mapping[str, object], *, timeout_s: float | None = None
     ) -> Answer:
         """Post JSON, once; return the answer whatever its status, but for those that say no route.
+
+        Args:
+            path: Path and query.
+            content: The JSON.
+            timeout_s: How long its answer is waited for; None: as long as for a small question.
 
         Raises:
             EngineUnreachableError: If it cannot be reached: nothing was sent.
@@ -102,6 +105,7 @@ class EngineClient:
             EngineKeyError, EngineUnsupportedError: As the answer says.
         """
         body = content if isinstance(content, bytes) else msgspec.json.encode(content)
+        timeout_s = self.waits.ask_s if timeout_s is None else timeout_s
         try:
             answer = await self._http.post(
                 self._endpoint, path, body, limit=MAX_ANSWER_BYTES, timeout_s=timeout_s

@@ -7,9 +7,9 @@ the forms that our own routes speak (``shardcast.engine.forms``); other engines'
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 from shardcast.engine.forms import (
     DEFAULT_LEASE_SECONDS,
@@ -60,6 +60,27 @@ class Swapped:
     state: EngineState
 
 
+MARGIN_S: Final = 15.0
+"""Beyond a lease: an engine that keeps it has answered by then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """How long an engine's answers are waited for, in seconds.
+
+    Attributes:
+        ask_s: For small questions: its API process answers them even while its ranks load.
+        stage_s: Until a version is staged: hashing 1 TB from a slow disk. Only the agent waits for it.
+        score_s: For log-probabilities: one prefill that queues behind running requests.
+        margin_s: Beyond a lease, for what has one.
+    """
+
+    ask_s: float = 10.0
+    stage_s: float = 3600.0
+    score_s: float = 120.0
+    margin_s: float = MARGIN_S
+
+
 @dataclass(frozen=True, slots=True)
 class Manner:
     """How engines are made to swap.
@@ -67,10 +88,12 @@ class Manner:
     Attributes:
         requests: What becomes of running requests.
         lease_s: How long an activation may take, pause included.
+        waits: How long answers are waited for.
     """
 
     requests: Requests = "recompute"
     lease_s: float = DEFAULT_LEASE_SECONDS
+    waits: Waits = field(default_factory=Waits)
 
 
 def reason_of(error: ShardcastError) -> ErrorCode:

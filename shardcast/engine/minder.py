@@ -15,7 +15,6 @@ from contextlib import contextmanager, suppress
 
 from shardcast.canary import Canary, difference
 from shardcast.engine.board import Board
-from shardcast.engine.client import MARGIN_S
 from shardcast.engine.decide import Action, Kind, Mode, View, decide, served_by
 from shardcast.engine.driver import Engine, Target
 from shardcast.engine.forms import EngineState, Identity, label_of
@@ -84,6 +83,7 @@ class Minder:
         self._refused: set[str] = set()
         self._checked: set[str] = set()
         self._pending: tuple[Target, float] | None = None
+        self._unsure: tuple[Action, float] | None = None
         self._misused: str | None = None
 
     async def run(self) -> None:
@@ -128,7 +128,7 @@ class Minder:
         if await self._check_canary():
             return 0.0
         self._tell_misuse()
-        action = decide(self._view(state))
+        action, began = decide(self._view(state)), self._clock()
         try:
             return await self._perform(action, state)
         except EngineRefusedError as error:
@@ -140,12 +140,15 @@ class Minder:
         except EngineUncertainError as error:
             if self._pending is not None:
                 return 0.0  # the state says what became of it
+            self._unsure = (action, began)
             return self._fail(error, action.kind.value, action)
         except EngineError as error:
             return self._lost(error)
 
     async def _perform(self, action: Action, state: EngineState) -> float:
         target = action.target
+        if action.kind in (Kind.STAGE, Kind.LOAD):
+            self._unsure = None
         match action.kind:
             case Kind.TELL:
                 self._told = self._board.tellable  # whether or not it hears: nothing waits for it
@@ -248,8 +251,7 @@ class Minder:
         name = self._board.use.adapter
         assert name is not None
         state = await self._engine.load_adapter(name, target)
-        loaded = [one for one in state.lora if one.digest == target.digest and one.name == name]
-        self._reports.loaded(target, loaded[0].model if loaded else None)
+        self._reports.loaded(target, _model_of(state, name, target))
         self._patience.succeeded(Kind.LOAD)
 
     # --- what it sees -----------------------------------------------------------------------
@@ -261,6 +263,7 @@ class Minder:
         for name in _names_in(state):
             self._board.leases.find(name)
         self._resolve(state, identity)
+        self._hear(state)
         if state.activating is not None:
             self._board.slots.take(self.name)
         elif self._pending is None:
@@ -319,6 +322,23 @@ class Minder:
                 reason="failed",
             )
             self._fail(error, error.phase, Action(Kind.ACTIVATE, target))
+
+    def _hear(self, state: EngineState) -> None:
+        """Tell of a version that it did take, though no answer came when it was told to."""
+        if self._unsure is None or self._unsure[0].target is None:
+            return
+        (action, began), target = self._unsure, self._unsure[0].target
+        if action.kind is Kind.STAGE:
+            if state.staged is None or state.staged.digest != target.digest:
+                return
+            self._reports.staged(target, self._clock() - began)
+        else:
+            model = _model_of(state, self._board.use.adapter, target)
+            if model is None:
+                return
+            self._reports.loaded(target, model)
+        self._unsure = None
+        self._patience.succeeded(action.kind)
 
     def _announce_seen(self, state: EngineState, identity: Identity) -> None:
         """It serves another version: somebody else activated, or the answer did not reach us."""
@@ -384,7 +404,7 @@ class Minder:
         self._metrics.seen(self.name, None, self._board.newest)
         if self._pending is not None:
             waited_s = self._clock() - self._pending[1]
-            if waited_s < self._options.lease_s + MARGIN_S:
+            if waited_s < self._options.lease_s + self._options.margin_s:
                 return self._options.watch_s
             self._pending = None
         self._board.slots.give_back(self.name)
@@ -397,6 +417,12 @@ class Minder:
         if about_files and action.target is not None:
             self._board.repairs.ask(action.target, self.name)
         return 0.0 if self._pending is not None else self._options.watch_s
+
+
+def _model_of(state: EngineState, name: str | None, target: Target) -> str | None:
+    """Return what requests call an adapter that an engine has loaded."""
+    found = [one for one in state.lora if (one.name, one.digest) == (name, target.digest)]
+    return found[0].model if found and found[0].loaded else None
 
 
 def _names_in(state: EngineState) -> Iterator[Identity]:

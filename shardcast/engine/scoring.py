@@ -18,8 +18,6 @@ from shardcast.errors import EngineRefusedError
 _MODELS = "/v1/models"
 _COMPLETIONS = "/v1/completions"
 _GENERATE = "/generate"
-_TIMEOUT_S = 120.0
-"""One prefill that queues behind running requests."""
 
 _Read = Callable[[dict[str, Any], Sequence[int]], list[Any]]
 
@@ -56,7 +54,7 @@ async def score_generated(client: EngineClient, tokens: Sequence[int]) -> list[f
 async def _score(
     client: EngineClient, tokens: Sequence[int], path: str, body: dict[str, object], read: _Read
 ) -> list[float]:
-    answer = await client.post(path, body, timeout_s=_TIMEOUT_S)
+    answer = await client.post(path, body, timeout_s=client.waits.score_s)
     if answer.status != 200:
         raise _unusable(
             client, f"answers {answer.status} to {path} for a prompt's log-probabilities"

@@ -24,7 +24,7 @@ from typing import Any, Final
 
 from shardcast.config import NetConfig
 from shardcast.engine import forms
-from shardcast.engine.client import ASK_S, EngineClient
+from shardcast.engine.client import EngineClient
 from shardcast.engine.driver import Manner, Swapped, Target, reason_of
 from shardcast.engine.fitting import misfit
 from shardcast.engine.forms import EngineState, Identity, Phase
@@ -112,7 +112,9 @@ class SglangEngine:
                 f"--requests {self._manner.requests} is not possible with SGLang: choose "
                 f"{' or '.join(PAUSE_MODES)}"
             )
-        self._client = EngineClient(url, token, missing=STEPS, config=config, tls=tls)
+        self._client = EngineClient(
+            url, token, missing=STEPS, config=config, tls=tls, waits=self._manner.waits
+        )
         self._intents = intents or MemoryIntents()
         self._check = check
         self._find = find
@@ -317,7 +319,7 @@ class SglangEngine:
     async def _flush(self, target: Target, message: str) -> None:
         """Flush what the update did not: the weights are the new ones, the prefixes the old ones'."""
         for _ in range(_FLUSHES):
-            answer = await self._client.post(f"{_FLUSH}?timeout=1", {}, timeout_s=ASK_S)
+            answer = await self._client.post(f"{_FLUSH}?timeout=1", {})
             if answer.status == 200:
                 return
         raise self._error(

@@ -11,7 +11,7 @@ import msgspec
 from shardcast.asyncget import Answer
 from shardcast.config import NetConfig
 from shardcast.engine import forms
-from shardcast.engine.client import ASK_S, MARGIN_S, STAGE_S, EngineClient
+from shardcast.engine.client import EngineClient
 from shardcast.engine.driver import Manner, Swapped, Target
 from shardcast.engine.forms import EngineState, Identity
 from shardcast.engine.scoring import score_vllm
@@ -55,7 +55,9 @@ class VllmEngine:
             UsageError: If it is no URL.
         """
         self._manner = manner or Manner()
-        self._client = EngineClient(url, token, missing=STEPS, config=config, tls=tls)
+        self._client = EngineClient(
+            url, token, missing=STEPS, config=config, tls=tls, waits=self._manner.waits
+        )
         self.name = self._client.url
 
     async def state(self) -> EngineState:
@@ -71,7 +73,7 @@ class VllmEngine:
             path=str(target.path),
             step=target.step,
         )
-        answer = await self._tell(forms.STAGE_PATH, request, STAGE_S)
+        answer = await self._tell(forms.STAGE_PATH, request, self._manner.waits.stage_s)
         return self._read(answer.body, forms.StageAnswer).state
 
     async def activate(self, target: Target) -> Swapped:
@@ -86,7 +88,7 @@ class VllmEngine:
             lease_s=self._manner.lease_s,
         )
         # What is not staged is verified before the lease begins.
-        timeout_s = self._manner.lease_s + MARGIN_S
+        timeout_s = self._manner.lease_s + self._manner.waits.margin_s
         answer = await self._tell(forms.ACTIVATE_PATH, request, timeout_s)
         done = self._read(answer.body, forms.ActivateAnswer)
         return Swapped(done.pause_ms, done.phases_ms, done.state)
@@ -94,7 +96,7 @@ class VllmEngine:
     async def tell(self, run: str, newest: int, max_lag: int | None) -> EngineState:
         """Let it know how far the run is."""
         request = forms.NewestRequest(run=run, version=newest, max_lag=max_lag)
-        answer = await self._tell(forms.NEWEST_PATH, request, ASK_S)
+        answer = await self._tell(forms.NEWEST_PATH, request, self._manner.waits.ask_s)
         return self._read(answer.body, forms.StageAnswer).state
 
     async def load_adapter(self, name: str, target: Target) -> EngineState:
@@ -124,7 +126,9 @@ class VllmEngine:
             digest=identity.digest,
             path=path,
         )
-        answer = await self._tell(forms.LORA_PATH, request, self._manner.lease_s + MARGIN_S)
+        answer = await self._tell(
+            forms.LORA_PATH, request, self._manner.lease_s + self._manner.waits.margin_s
+        )
         return self._read(answer.body, forms.StageAnswer).state
 
     async def _tell(self, path: str, request: msgspec.Struct, timeout_s: float) -> Answer:
