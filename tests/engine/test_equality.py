@@ -33,16 +33,19 @@ def test_a_swap_there_and_back_equals_cold_starts(
     note_path: Callable[[str, RunningEngine], None],
 ) -> None:
     one, two = (out.model(kind, dtype, seed) for seed in (1, 2))
+    again = [out.publish(out.scratch / f"{kind}-{dtype}-1") for _ in range(3)]
     first, second = (start(target.path, dtype=dtype) for target in (one, two))
     try:
         cold_one, cold_two = first.answers(), second.answers()
         note_path(f"{kind} {dtype}", first)
+        assert ("experts" in " ".join(first.state().gemm)) == ("moe" in kind)
         assert cold_one != cold_two
 
         assert first.swap(two).outcome == "activated"
         assert first.answers() == cold_two
-        assert first.swap(one).outcome == "activated"
-        assert first.answers() == cold_one
+        for target in (one, *again):  # versions of equal bytes: each is loaded over the one before
+            assert first.swap(target).outcome == "activated"
+            assert first.answers() == cold_one
         assert second.swap(one).outcome == "activated"
         assert second.answers() == cold_one
     finally:
@@ -62,25 +65,43 @@ def test_the_label_says_run_version_and_digest(out: Out, start: Start) -> None:
     assert engine.state().served == one
 
 
-def test_versions_may_be_skipped_and_the_same_bytes_applied_again(out: Out, start: Start) -> None:
-    checkpoint = out.scratch / "again"
-    from tests.engine.checkpoints import save
+@pytest.mark.parametrize("kind", ["qwen2-tied", "qwen3-moe"])
+def test_a_swap_of_a_compiled_engine_equals_cold_starts(
+    kind: str,
+    out: Out,
+    start: Start,
+    note_path: Callable[[str, RunningEngine], None],
+) -> None:
+    """Its graph is compiled once, and finds the weights where they were (fp32: test_boot)."""
+    one, two = (out.model(kind, "bfloat16", seed) for seed in (1, 2))
+    first, second = (start(target.path, enforce_eager=False) for target in (one, two))
+    try:
+        cold_one, cold_two = first.answers(), second.answers()
+        note_path(f"{kind} bfloat16 compiled", first)
+        assert cold_one != cold_two
 
-    again = [out.publish(save("qwen2-tied", "bfloat16", 3, checkpoint)) for _ in range(3)]
-    others = [out.model("qwen2-tied", "bfloat16", seed) for seed in (4, 5)]
-    engine = start(again[0].path)
-    cold = engine.answers()
-    reference = start(others[1].path)
-    cold_last = reference.answers()
+        for target, cold in ((two, cold_two), (one, cold_one), (two, cold_two)):
+            assert first.swap(target).outcome == "activated"
+            assert first.answers() == cold
+    finally:
+        first.end()
+        second.end()
 
-    for target in again:  # three versions of equal bytes: each is loaded over the one before
-        assert engine.swap(target).outcome == "activated"
-        assert engine.answers() == cold
-    assert engine.swap(others[1]).outcome == "activated"  # others[0] is skipped
+
+def test_versions_may_be_skipped(out: Out, start: Start) -> None:
+    """Those between are there, and were never staged."""
+    run = [out.model("qwen2-tied", "bfloat16", seed) for seed in range(21, 26)]
+    assert run[-1].version == run[0].version + 4
+    engine, reference = start(run[0].path), start(run[-1].path)
+    cold_first, cold_last = engine.answers(), reference.answers()
+    reference.end()
+
+    assert engine.swap(run[-1]).outcome == "activated"
     assert engine.answers() == cold_last
-    assert engine.swap(others[1]).outcome == "already"
-    assert engine.swap(again[0]).outcome == "activated"
-    assert engine.answers() == cold
+    assert engine.swap(run[-1]).outcome == "already"
+    assert engine.swap(run[0]).outcome == "activated"
+    assert engine.answers() == cold_first
+    engine.end()
 
 
 def test_weights_of_another_float_type_are_converted_as_a_cold_start_does(
