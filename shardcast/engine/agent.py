@@ -67,7 +67,7 @@ class Agent:
             raise UsageError(f"--engine-url {twice[0]} is given twice")
         if not names:
             raise UsageError("--engine needs at least one --engine-url URL")
-        self.metrics = EngineMetrics()
+        self.metrics = EngineMetrics(run)
         self._engines = list(engines)
         self.run_name = run
         self._greeted = False

@@ -64,7 +64,7 @@ def test_a_quoted_log_line_is_in_the_source(fragment: str) -> None:
 @pytest.mark.parametrize("name", [s for s in SPANS if re.fullmatch(r"shardcast_[a-z_]+", s)])
 def test_a_quoted_metric_exists(name: str) -> None:
     known = set()
-    registries = (Metrics().registry, EngineMetrics().registry)
+    registries = (Metrics().registry, EngineMetrics("policy").registry)
     for metric in (metric for registry in registries for metric in registry.collect()):
         known |= (
             {metric.name, f"{metric.name}_total"} if metric.type == "counter" else {metric.name}

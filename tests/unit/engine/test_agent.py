@@ -18,8 +18,6 @@ from shardcast.engine.agent import Agent
 from shardcast.engine.board import AgentOptions
 from shardcast.engine.decide import Mode, served_by
 from shardcast.engine.driver import Target
-from shardcast.engine.forms import EngineState, Served
-from shardcast.engine.metrics import EngineMetrics
 from shardcast.errors import (
     EngineKeyError,
     EngineUnreachableError,
@@ -236,20 +234,6 @@ async def test_an_engine_that_restarts_is_made_to_sync(tmp_path: Path) -> None:
         await world.until(lambda: served(engine) == 3)
         assert engine.machine.weights == "weights of policy 3"
         await world.until(lambda: engine.calls.count("tell 3") == 2)
-
-
-@pytest.mark.parametrize(("nonfinite", "value"), [("", 0), ("w holds NaN at [3]", 1)])
-def test_an_engine_that_serves_nan_can_be_alerted_on(nonfinite: str, value: int) -> None:
-    metrics = EngineMetrics()
-    served = Served(version=4, digest="a" * 64, since=1, nonfinite=nonfinite)
-    state = EngineState(
-        engine="vllm", engine_version="0", plugin_version="0", run="policy", served=served
-    )
-    metrics.seen("http://one", state, 4)
-    found = metrics.registry.get_sample_value(
-        "shardcast_engine_nonfinite", {"engine": "http://one"}
-    )
-    assert found == value
 
 
 async def test_a_poisoned_engine_gets_a_whole_version(tmp_path: Path) -> None:

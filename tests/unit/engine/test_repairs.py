@@ -251,7 +251,7 @@ class Scene:
         self.repairs = Repairs(
             "policy",
             self.events.append,
-            EngineMetrics(),
+            EngineMetrics("policy"),
             lambda target: self.over.set(),
             clock=lambda: self.now,
             rng=random.Random(1),
