@@ -1,4 +1,4 @@
-"""The suite that every engine driver passes, on a real vLLM; and the agent that minds one."""
+"""The suite that every engine driver passes, on a real vLLM."""
 
 from __future__ import annotations
 
@@ -8,22 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.processes import Processes
-from loadtest.topology import shardcast
-from shardcast.canary import METADATA_KEY, write_canary
 from shardcast.engine.driver import Manner, Target
 from shardcast.engine.vllm import VllmEngine
-from shardcast.keys import public_pem
-from shardcast.publisher import publish_directory
-from shardcast.publishing import PublishOptions
-from shardcast.store.run import RunStore
 from tests.contract.engine_suite import EngineContract
-from tests.contract.made import signer
 from tests.engine.checkpoints import RUN, Out, save
 from tests.engine.servers import BACKEND, INJECTED, KEY, Server, ServerHost
 from tests.engine.test_torch_module import opened
-from tests.fakes import now_ms
-from trainer_adapter.torch_module import make_canary, prompt_logprobs
+from trainer_adapter.torch_module import prompt_logprobs
 
 TOKENS = [5, 17, 101, 44, 8, 300, 2, 90]
 KIND, DTYPE = "qwen2-tied", "float32"
@@ -117,54 +108,6 @@ class TestVllm(EngineContract):
         yield made
         shared.fresh = False
         await made.engine.close()
-
-
-def test_an_agent_brings_a_real_server_from_version_to_version(
-    shared: Shared, tmp_path: Path
-) -> None:
-    """Published, relayed, pulled, staged, activated, its canary checked; killed in between."""
-    store = tmp_path / "origin"
-    (tmp_path / "run.pub").write_bytes(public_pem(signer().public_key))
-    (tmp_path / "token").write_text(KEY)
-
-    def publish(seed: int) -> Path:
-        directory = save(KIND, DTYPE, seed, tmp_path / f"step_{seed}")
-        canary = make_canary(opened(directory), [TOKENS, [9, 8, 7, 6]], NEAR)
-        options = PublishOptions(source=directory, metadata={METADATA_KEY: write_canary(canary)})
-        publish_directory(options, RunStore(store / "live", "live"), [signer()], now_ms)
-        return directory
-
-    def scores(directory: Path) -> list[float]:
-        return prompt_logprobs(opened(directory), TOKENS)
-
-    with Processes(tmp_path / "logs") as processes:
-        first = publish(11)
-        origin = processes.start(
-            shardcast("relay", "--store", store, "--listen", "127.0.0.1:0"), name="origin"
-        )
-        url = origin.wait_event("listening", timeout=30)["url"]
-        argv = shardcast(
-            "follow", "live", "--from", url, "--out", tmp_path / "out", "--pubkey",
-            tmp_path / "run.pub", "--durability", "none", "--json", "--engine", "vllm",
-            "--engine-url", shared.server.url, "--engine-token-file", tmp_path / "token",
-            "--check-canary",
-        )  # fmt: skip
-        for name, directory in (("killed", first), ("after", None)):
-            agent = processes.start(argv, name=name)
-            made = directory or publish(12)
-            number = 1 if directory else 2
-            event = agent.wait_event(
-                "activated",
-                timeout=60,
-                where=lambda e, n=number: e["version"] == n,  # type: ignore[misc]
-            )
-            assert event["pause_ms"] > 0
-            state = shared.server.state()
-            assert (state.run, state.served and state.served.version) == ("live", number)
-            assert alike(asked(shared.server), scores(made))
-            assert not agent.events("engine_failed")
-            (agent.kill if directory else agent.terminate)()
-            agent.wait(timeout=30)
 
 
 def asked(server: Server) -> list[float]:
