@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 import torch
 import transformers
 
+from loadtest.processes import Processes
 from shardcast.engine.driver import Target
 from shardcast.engine.forms import (
     STATE_PATH,
@@ -172,14 +174,43 @@ def test_the_page_from_pulling_to_activating(place: Place) -> None:
         assert (served.swaps[0].from_ or "").startswith("policy/1/")
         assert json.loads(ready) == {"ready": True, "why": ""}
         place.publish(3)
-        asyncio.run(follow_as_the_page(place))
+        asyncio.run(mind_as_the_page(place))
         stamp_as_the_page(place, server)
+        follow_as_the_page(place, server)
     finally:
         server.end()
         process.wait(SECONDS)
 
 
-async def follow_as_the_page(place: Place) -> None:
+def follow_as_the_page(place: Place, server: Server) -> None:
+    """Run the page's agent until it has activated version 4; of its two engines one is not there."""
+    other, metrics = free_port(), free_port()
+    text = block("follow")
+    for theirs, ours in (("127.0.0.1:8001", other), ("127.0.0.1:9470", metrics)):
+        assert theirs in text, f"the page no longer says {theirs}"
+        text = text.replace(theirs, f"127.0.0.1:{ours}")
+    argv = ["bash", "-euo", "pipefail", "-c", f"exec {place.words(text)} --json"]
+    with Processes(place.root / "logs") as processes:
+        agent = processes.start(argv, name="follow", cwd=place.root, env=place.environment)
+        agent.wait_event("engine_failed", timeout=SECONDS)  # it has asked the one that is not there
+        place.publish(4)
+        done = agent.wait_event(
+            "activated", timeout=SECONDS, where=lambda event: event["version"] == 4
+        )
+        assert (done["engine"], done["pause_ms"] > 0) == (server.url, True)
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{metrics}/metrics", timeout=SECONDS
+        ) as shown:
+            lines = shown.read().decode().splitlines()
+        assert f'shardcast_engine_served_version{{engine="{server.url}"}} 4.0' in lines
+        assert f'shardcast_engine_reachable{{engine="http://127.0.0.1:{other}"}} 0.0' in lines
+        agent.terminate()
+        assert agent.wait(timeout=SECONDS) == 0
+    served = read_answer(server.ask(STATE_PATH, key=place.token).body, EngineState, source="")
+    assert (served.served and served.served.version, served.newest, served.max_lag) == (4, 4, 3)
+
+
+async def mind_as_the_page(place: Place) -> None:
     """Run the agent's block until it has activated version 3."""
     activated = asyncio.Event()
 
