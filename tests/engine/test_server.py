@@ -225,7 +225,9 @@ def test_several_streams_at_once_get_every_token_exactly_once(
     def swap() -> None:
         assert first.activate(versions[1]).status == 200
 
-    before, found = told(lambda: None), told(swap)
+    before = told(lambda: None)
+    assert first.stage(versions[1]).status == 200
+    found = told(swap)
     for stream, still in zip(found, before, strict=True):
         assert stream.finish == still.finish == {index: ["length"] for index in stream.tokens}
         assert stream.usage == still.usage == STREAMED * len(stream.tokens)
