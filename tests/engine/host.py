@@ -82,7 +82,7 @@ class Engine:
 
     def sleep(self, order: dict[str, Any]) -> None:
         """Sleep, as trainers on the same GPU let an engine; on CPUs no memory is given away."""
-        self.llm.sleep(level=1)
+        self.llm.sleep(level=order.get("level", 1))
 
     def wake_up(self, order: dict[str, Any]) -> None:
         """Wake up again."""

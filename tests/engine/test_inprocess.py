@@ -68,6 +68,19 @@ def test_an_engine_that_sleeps_is_not_touched(scene: Scene) -> None:
     scene.serves(scene.one, scene.answers)
 
 
+def test_weights_that_sleep_threw_away_are_loaded_again_whatever_they_were(scene: Scene) -> None:
+    """On CPUs sleep mode is ignored, and told to the ranks like everywhere."""
+    scene.engine.order("sleep", level=2)
+    scene.engine.order("wake_up")
+    with pytest.raises(EngineRaisedError, match="were thrown away"):
+        scene.engine.order("served")
+
+    assert scene.engine.swap(scene.one).outcome == "activated"
+
+    scene.serves(scene.one, scene.answers)
+    assert scene.engine.swap(scene.one).outcome == "already"
+
+
 def test_connectors_that_cannot_forget_are_refused_wherever_they_are_held(scene: Scene) -> None:
     offloading = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
     example = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}

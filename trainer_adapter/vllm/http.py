@@ -67,6 +67,7 @@ class Endpoints:
             engine_version=settings.engine_version,
             plugin_version=shardcast.__version__,
             keep_refusal=keep_refusal(settings, salting=self._salting),
+            may_sleep=settings.may_sleep,
             unsupported=refusal(settings),
         )
         control = VllmControl(engine_client, may_sleep=settings.may_sleep)

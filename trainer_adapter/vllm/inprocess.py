@@ -257,6 +257,7 @@ async def attach(client: Any, *, salted: bool = False) -> Swapper:
         engine_version=str(vllm.__version__),
         plugin_version=shardcast.__version__,
         keep_refusal=keep_refusal(settings, salting=salted),
+        may_sleep=settings.may_sleep,
     )
     control = VllmControl(client, may_sleep=settings.may_sleep)
     swapper = Swapper(control, facts, SystemClock())

@@ -69,6 +69,8 @@ class Facts:
     """Why ``requests: keep`` is refused; empty where it is allowed."""
     unsupported: str = ""
     """Why this server cannot be driven at all, and who must do what; empty where it can."""
+    may_sleep: bool = False
+    """Whether sleep mode is on: somebody else may have the ranks throw their weights away."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,6 +107,11 @@ class Rank:
         self._verifier.wait()
         return self._reply()
 
+    def lost(self, why: str) -> None:
+        """Take down that the weights are gone: somebody else had them thrown away."""
+        self._poison(why)
+        self._residue.lost()
+
     def close(self) -> None:
         """Give everything back."""
         self._verifier.drop()

@@ -131,9 +131,7 @@ class Swapper:
         """
         self._check_supported()
         if self.machine.already(request):
-            await (
-                self.look()
-            )  # it may be paused by somebody else, and then there is something to do
+            await self.look()  # somebody else may have paused it, or had its weights thrown away
             if self.machine.already(request):
                 return self._already(request)
         if request.requests == "keep" and self.facts.keep_refusal:
@@ -171,24 +169,34 @@ class Swapper:
     # -------------------------------------------------------------------------------------------
 
     async def _glance(self) -> None:
-        glance = asyncio.ensure_future(self._control.is_paused())
+        glance = asyncio.ensure_future(self._seen())
         timer = asyncio.ensure_future(self._clock.sleep(GLANCE_SECONDS))
         try:
             await asyncio.wait({glance, timer}, return_when=asyncio.FIRST_COMPLETED)
             if not glance.done() or glance.cancelled() or glance.exception() is not None:
                 return
-            paused = glance.result()
+            paused, lost = glance.result()
         finally:
             glance.cancel()
             timer.cancel()
-        machine = self.machine
-        if machine.activating is not None or paused == (machine.paused_at is not None):
+        machine, now = self.machine, self._clock.now()
+        if machine.activating is not None:
             return
-        now = self._clock.now()
+        if lost and not machine.poisoned:
+            self.machine = machine = machine.poison(lost, now)
+        if paused == (machine.paused_at is not None):
+            return
         if paused:
             self.machine = machine.pausing(now)
         elif machine.paused_at is not None:
             self.machine = machine.resumed(now, float(max(0, now - machine.paused_at)))
+
+    async def _seen(self) -> tuple[bool, str]:
+        """Return whether it is paused, and why the ranks do not know their weights."""
+        paused = await self._control.is_paused()
+        if not self.facts.may_sleep:
+            return paused, ""
+        return paused, (await self._control.tell(state_command())).poisoned
 
     async def _stage(self, target: Target) -> EngineState:
         try:

@@ -21,7 +21,9 @@ Start the server with ``--weight-transfer-config '{"backend": "shardcast"}'``.
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -33,6 +35,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.v1.worker.worker_base import WorkerBase
 
 from shardcast.engine.forms import STATUS_OF, coded
 from trainer_adapter.vllm.agreement import Alone, World
@@ -95,6 +98,8 @@ class ShardcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: igno
             model: The model.
         """
         super().__init__(config, vllm_config, device, model)
+        for kind in (WorkerBase, *_below(WorkerBase)):
+            watch_sleep(kind)
         agreement = World() if torch.distributed.is_initialized() else Alone()
         booted = take_booted(model)
         directory = (
@@ -165,6 +170,31 @@ class ShardcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: igno
             raise RuntimeError(_coded(reply.failed.code, reply.failed.message))
 
 
+def watch_sleep(kind: type[Any]) -> None:
+    """Let a worker class tell its rank when weights are thrown away: sleep of level 2, discarding.
+
+    Whoever wakes it up again without loading has whatever lies in that memory.
+    """
+    for name, gone in (
+        ("sleep", lambda level=1: level >= 2),
+        ("discard", lambda tags=(): "weights" in tags),
+    ):
+        method = kind.__dict__.get(name)
+        if method is not None and not hasattr(method, "__wrapped__"):
+            setattr(kind, name, _telling(method, gone))
+
+
+def _telling(method: Callable[..., Any], gone: Callable[..., bool]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def telling(worker: Any, *args: Any, **members: Any) -> Any:
+        engine = getattr(worker, "weight_transfer_engine", None)
+        if isinstance(engine, ShardcastEngine) and gone(*args, **members):
+            engine.rank.lost("the weights were thrown away (sleep mode)")
+        return method(worker, *args, **members)
+
+    return telling
+
+
 def answer(worker: Any, command: dict[str, Any]) -> dict[str, Any]:
     """Be the worker method ``shardcast``: what ``plugin`` puts on vLLM's worker class."""
     engine = getattr(worker, "weight_transfer_engine", None)
@@ -181,6 +211,12 @@ def answer(worker: Any, command: dict[str, Any]) -> dict[str, Any]:
     if reply.outcome in ("activated", "restored"):
         worker.model_runner.reset_lora_state()  # as vLLM does after every weight update
     return write_reply(reply)
+
+
+def _below(kind: type[Any]) -> Iterator[type[Any]]:
+    for below in kind.__subclasses__():
+        yield below
+        yield from _below(below)
 
 
 def _coded(code: str, message: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
@@ -431,6 +432,29 @@ async def test_an_engine_that_somebody_paused_is_seen_and_resumed(make: Make) ->
     await soon(world.swapper.look())
     world.engine.paused = False
     assert (await soon(world.swapper.look())).ready
+
+
+async def test_weights_that_somebody_threw_away_are_noticed_and_loaded_again(make: Make) -> None:
+    world = await make(FakeEngine(), dataclasses.replace(FACTS, may_sleep=True))
+    world.engine.ranks = replace(world.engine.ranks, served=None, poisoned="thrown away")
+    world.engine.weights = None
+    state = await soon(world.swapper.look())
+    assert (state.ready, state.why, state.served) == (False, "thrown away", None)
+    answer = await world.activate(OLD)
+    assert answer.pause_ms > 0
+    assert world.engine.calls.count("load") == 1
+    assert answer.state.ready
+    assert world.engine.weights == OLD
+
+
+async def test_weights_that_are_gone_are_not_taken_for_served(make: Make) -> None:
+    world = await make(FakeEngine(), dataclasses.replace(FACTS, may_sleep=True))
+    world.engine.ranks = replace(world.engine.ranks, served=None, poisoned="thrown away")
+    world.engine.weights = None
+    answer = await world.activate(OLD)
+    assert answer.pause_ms > 0
+    assert answer.state.ready
+    assert world.engine.weights == OLD
 
 
 async def test_a_look_at_an_engine_that_does_not_answer(make: Make) -> None:
