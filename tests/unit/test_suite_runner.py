@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.__main__ import FAILED, MOST_AGAIN, NOTHING_TO_RUN, PASSED, parts, run, together
+from tests.engine.__main__ import parts as engine_parts
 
 ONCE = """
 from pathlib import Path
@@ -108,3 +109,13 @@ def test_the_parts_are_the_whole_suite_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert apart
     assert sorted([*dealt, *apart]) == sorted(found)
     assert "tests/unit/test_suite_runner.py" in dealt
+
+
+def test_the_parts_of_the_engine_s_tests_are_all_of_them_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    root = Path(__file__).parents[2]
+    monkeypatch.chdir(root)
+    dealt = [name for part in engine_parts() for name in part]
+    found = [str(path.relative_to(root)) for path in (root / "tests/engine").glob("test_*.py")]
+    assert sorted(dealt) == sorted(found)
