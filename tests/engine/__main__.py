@@ -15,8 +15,9 @@ from tests.__main__ import Part, run
 TIMEOUT_S: Final = 300
 
 ROOT: Final = Path("tests/engine")
-SERVERS: Final = ("agent", "documented", "server", "server_contract")
-"""Files whose tests share one program that has imported vLLM's server."""
+SERVERS: Final = ("agent", "documented", "ranks", "residue", "server", "server_contract")
+"""Files whose tests share one program that has imported vLLM's server, and as many others as take the
+rest of the time."""
 
 
 def parts() -> list[Part]:
