@@ -21,7 +21,16 @@ PACKAGES = ("shardcast", "relay", "trainer_adapter")
 # The rim: modules that may load torch or vllm, and that may be impossible to import without them.
 RIM = frozenset(
     f"trainer_adapter.vllm.{name}"
-    for name in ("kv_memory", "loader", "preparing", "reload", "shadow", "transfer", "tree")
+    for name in (
+        "kv_memory",
+        "loader",
+        "preparing",
+        "reload",
+        "shadow",
+        "threads",
+        "transfer",
+        "tree",
+    )
 )
 
 ENGINES = frozenset({"torch", "vllm"})

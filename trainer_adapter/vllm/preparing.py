@@ -19,7 +19,7 @@ import ctypes
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from copy import copy
 from typing import Any, Final
 
@@ -35,6 +35,7 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from trainer_adapter.checkpoint import Checkpoint, StoppedError
 from trainer_adapter.vllm.shadow import Arrivals, Counter
+from trainer_adapter.vllm.threads import one_thread
 from trainer_adapter.vllm.tree import Place, Tree
 
 KERNEL: Final = "cpu_linear"
@@ -273,18 +274,3 @@ def _until(
         if stopping():
             raise StoppedError("given up for another version", source=str(checkpoint.directory))
         yield pair
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Let torch use one thread in this thread: the others are the engine's, which is serving.
-
-    torch keeps one figure for threads that have not begun, which is put back; threads that have
-    begun keep their own. (vLLM has replaced ``torch.set_num_threads`` by a warning.)
-    """
-    before = torch.get_num_threads()
-    torch._C.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch._C.set_num_threads(before)

@@ -126,7 +126,7 @@ class Shadow:
         arrivals.elements += min(counter.written, arrivals.expected)
         if counter.written:
             arrivals.sources.append(self._current)
-        if counter.copied and counter.copied * self._ranks < loaded.numel():
+        if counter.copied and counter.written * self._ranks < loaded.numel():  # with its padding
             self._problems.append(
                 f"{self._current} of shape {list(loaded.shape)} is larger than {arrivals.name} of "
                 f"shape {list(param.shape)} takes"
