@@ -354,6 +354,18 @@ def _restored(report: Report) -> None:
 AHEAD = pytest.mark.parametrize("ahead", [True, False], ids=["prepared", "in-the-pause"])
 
 
+def test_the_log_says_whether_a_version_was_prepared(scene: Scene) -> None:
+    for ahead, said in [(True, "is prepared"), (False, "as a whole: preparing is turned off")]:
+        scene.engine.prepare_ahead(ahead)
+        scene.engine.tell(drop_command())
+        before = len(scene.engine.log.read_text())
+        assert scene.engine.stage(scene.two).staged == scene.two
+        log = scene.engine.log.read_text()[before:]
+        assert f"version {scene.two.version}" in log
+        assert said in log
+    scene.engine.prepare_ahead(True)
+
+
 @AHEAD
 @PLACES
 def test_what_breaks_off_is_undone(

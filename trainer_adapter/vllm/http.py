@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-log = logging.getLogger("shardcast.vllm")
+log = logging.getLogger("vllm.shardcast")
 
 SALT_VARIABLE: Final = "SHARDCAST_SALT"
 """Set to 1 in the server's environment, every request is salted by version (``middleware``)."""

@@ -28,7 +28,7 @@ from trainer_adapter.vllm.agreement import Agreement, Alone, World
 from trainer_adapter.vllm.pinning import DIGEST, agree_on, check_start, resolve
 from trainer_adapter.vllm.ranks import Target
 
-log = logging.getLogger("shardcast.vllm")
+log = logging.getLogger("vllm.shardcast")
 
 _OPTIONS: Final = frozenset({DIGEST})
 

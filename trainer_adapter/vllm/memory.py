@@ -8,11 +8,18 @@ from typing import Final
 _ROOT: Final = Path("/")
 
 
+_GROUPS: Final = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Of control groups, version 2 and 1: the limit, what is used, what of it is files that can go."""
+
+
 def available_memory(root: Path = _ROOT) -> int | None:
     """Return how many bytes this process could still use before somebody is killed for it.
 
-    What the kernel says of the host, or less where a control group (version 2, the one seen as the
-    root: a container's own) limits it; the files that the group has cached do not count.
+    What the kernel says of the host, or less where a control group (the one seen as the root: a
+    container's own) limits it; the files that the group has cached do not count.
 
     Args:
         root: Where ``proc`` and ``sys`` are.
@@ -24,11 +31,12 @@ def available_memory(root: Path = _ROOT) -> int | None:
     if host is None:
         return None
     free = host * 1024
-    group = root / "sys/fs/cgroup"
-    most, used = _number(group / "memory.max"), _number(group / "memory.current")
-    if most is not None and used is not None:
-        cached = _members(group / "memory.stat").get("inactive_file", 0)
-        free = min(free, max(0, most - used + cached))
+    for limit, usage, files in _GROUPS:
+        path = root / "sys/fs/cgroup" / limit
+        most, used = _number(path), _number(root / "sys/fs/cgroup" / usage)
+        if most is not None and used is not None:
+            cached = _members(path.with_name("memory.stat")).get(files, 0)
+            free = min(free, max(0, most - used + cached))
     return free
 
 

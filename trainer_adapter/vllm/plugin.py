@@ -14,7 +14,7 @@ from typing import Any, Final
 import shardcast
 from shardcast.errors import EngineUnsupportedError
 
-log = logging.getLogger("shardcast.vllm")
+log = logging.getLogger("vllm.shardcast")  # below vLLM's own, which shows INFO and has a handler
 
 NAME: Final = "shardcast"
 SUPPORTED: Final = ("0.32.",)

@@ -27,7 +27,7 @@ from trainer_adapter.vllm.ranks import Command, Outcome, RankReply, Target
 from trainer_adapter.vllm.residue import Residue
 from trainer_adapter.vllm.verifying import Verifier, code_of
 
-log = logging.getLogger("shardcast.vllm")
+log = logging.getLogger("vllm.shardcast")
 
 ADVICE = "activate a version again (every activation is a full load), or restart the engine"
 

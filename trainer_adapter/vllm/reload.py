@@ -40,7 +40,7 @@ from trainer_adapter.vllm.shadow import Arrivals, Shadow, refuse
 from trainer_adapter.vllm.started import Started
 from trainer_adapter.vllm.verifying import Ready
 
-log = logging.getLogger("shardcast.vllm")
+log = logging.getLogger("vllm.shardcast")
 
 _MEMORY: Final = 2.0
 """How much memory is wanted for preparing a version, in its own size: packed twice where embeddings
@@ -85,7 +85,7 @@ class Model:
         self._config = model_config
         self._device = device
         self._ranks = ranks
-        self._ahead = ahead and device.type == "cpu"
+        self._ahead = ahead
         self._whole = True  # the last load ended well
         self._started = started
         self._bare: list[Bare] = []  # of a load that has not ended well
@@ -107,15 +107,22 @@ class Model:
         """
         arrivals = self.check(checkpoint)
         prepared = None
-        if self._ahead and arrivals is not None:
+        if self._device.type == "cpu":
             prepared = self._prepare(checkpoint, arrivals, stopping)
         return _Ready(self, checkpoint, prepared)
 
     def _prepare(
-        self, checkpoint: Checkpoint, arrivals: dict[str, Arrivals], stopping: Callable[[], bool]
+        self,
+        checkpoint: Checkpoint,
+        arrivals: dict[str, Arrivals] | None,
+        stopping: Callable[[], bool],
     ) -> Prepared | None:
         number, began = checkpoint.version.number, time.monotonic()
         try:
+            if not self._ahead:
+                raise Unprepared("preparing is turned off")
+            if arrivals is None:
+                raise Unprepared("this model's loaders look at the data")
             _check_memory(checkpoint.bytes * self._ranks)
             prepared = prepare(
                 self._model, checkpoint, arrivals, tied=self._heads, stopping=stopping

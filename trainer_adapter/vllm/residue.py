@@ -23,7 +23,7 @@ from trainer_adapter.checkpoint import Checkpoint
 from trainer_adapter.vllm.ranks import Target
 from trainer_adapter.vllm.verifying import Prepare, Ready
 
-log = logging.getLogger("shardcast.vllm")
+log = logging.getLogger("vllm.shardcast")
 
 
 class Memory(Protocol):

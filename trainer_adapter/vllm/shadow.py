@@ -26,7 +26,7 @@ from shardcast.errors import EngineRefusedError
 from trainer_adapter.checkpoint import Spec
 from trainer_adapter.vllm.tree import Place, Tree
 
-log = logging.getLogger("shardcast.vllm")
+log = logging.getLogger("vllm.shardcast")
 
 _MOST_NAMED: Final = 5
 

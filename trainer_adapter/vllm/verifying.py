@@ -14,7 +14,7 @@ from shardcast.errors import EngineRefusedError, ShardcastError
 from trainer_adapter.checkpoint import Checkpoint, StoppedError
 from trainer_adapter.vllm.ranks import Progress, RankFailure, Target
 
-log = logging.getLogger("shardcast.vllm")
+log = logging.getLogger("vllm.shardcast")
 
 CHECK_SECONDS: Final = 30.0
 """How long a load waits for a check that nobody wants any more: it looks at the model."""

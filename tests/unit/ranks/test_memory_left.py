@@ -44,6 +44,16 @@ def test_what_is_left_is_the_hosts_or_the_groups(
     assert available_memory(root) == left
 
 
+def test_groups_of_version_1_limit_as_well(tmp_path: Path) -> None:
+    root = system(tmp_path, 8 * GIB)
+    group = root / "sys/fs/cgroup/memory"
+    group.mkdir()
+    (group / "memory.limit_in_bytes").write_text(f"{4 * GIB}\n")
+    (group / "memory.usage_in_bytes").write_text(f"{3 * GIB}\n")
+    (group / "memory.stat").write_text(f"inactive_file 1\ntotal_inactive_file {GIB // 2}\n")
+    assert available_memory(root) == GIB + GIB // 2
+
+
 def test_a_group_without_statistics_counts_no_cache(tmp_path: Path) -> None:
     root = system(tmp_path, GIB, most=str(GIB), used=GIB // 2)
     (root / "sys/fs/cgroup/memory.stat").unlink()
