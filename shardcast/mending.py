@@ -8,6 +8,7 @@ byte of a file that somebody may have mapped being written to (``store.renewing`
 from __future__ import annotations
 
 import asyncio
+import stat
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -20,6 +21,7 @@ from shardcast.obtain import Obtainer
 from shardcast.plan_work import Tally
 from shardcast.protocol.head import VersionRef
 from shardcast.session import WorkerSession
+from shardcast.store.files import is_there
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +125,7 @@ class Mender:
         if self._store.load_state(ref.version) is not None:  # all of it, by its digests
             return ""
         wanted = self._session.documents_of(replace(ref, deltas=[]), cancel, tally)
-        if self._store.version_directory(ref.version).is_dir():
+        if is_there(self._store.version_directory(ref.version), stat.S_ISDIR):
             self._store.save_state(wanted.version)
         return f"version {ref.version}: what describes it was damaged or gone"
 

@@ -7,6 +7,7 @@ work on all cores while the network works.
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
@@ -22,7 +23,7 @@ from shardcast.protocol.limits import MIB
 from shardcast.protocol.manifest import Version
 from shardcast.protocol.plan import Delta, Holding, Plan, network_share, plan_version
 from shardcast.rebuilding import DeltaFailure, Rebuilding
-from shardcast.store.files import disk_errors
+from shardcast.store.files import disk_errors, is_there
 from shardcast.store.renewing import has_other_size
 from shardcast.store.run import RunStore
 from shardcast.store.stored import ShardState, StoredVersion
@@ -191,7 +192,7 @@ class Obtainer:
         store, number = self._store, version.number
         here = store.stored(number)
         lost = (store.version_directory(number), store.staging_directory(number))
-        if here is None and any(directory.is_dir() for directory in lost):
+        if here is None and any(is_there(directory, stat.S_ISDIR) for directory in lost):
             store.save_state(version)  # its state was lost: look at it again
             here = store.stored(number)
         if here is None or (
@@ -217,7 +218,7 @@ class Obtainer:
     def _stage_anew(self, version: Version, sources: list[StoredVersion]) -> StoredVersion:
         """Stage the version; files that a committed version has become hard links to them."""
         directory = self._store.staging_directory(version.number)
-        if directory.exists():
+        if is_there(directory, stat.S_ISDIR):
             self._store.evict(version.number)
         self._link_unchanged(version, directory, sources, ())
         self._recycle(version, directory)

@@ -8,6 +8,7 @@ returns, and leaves verified shards and a consistent directory behind.
 from __future__ import annotations
 
 import asyncio
+import stat
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -40,6 +41,7 @@ from shardcast.pulling import FetchPool
 from shardcast.scans import Scans
 from shardcast.source_set import SourceSet
 from shardcast.steps import gone
+from shardcast.store.files import is_there
 from shardcast.store.renewing import Turn
 from shardcast.store.run import RunStore
 from shardcast.store.stored import StoredVersion
@@ -220,7 +222,7 @@ class WorkerSession:
 
     def _turn_to_repair(self, number: int, cancel: Cancel) -> AbstractContextManager[None]:
         """Wait until nobody else changes committed versions, where that is about to be done."""
-        committed = self.store.version_directory(number).is_dir()
+        committed = is_there(self.store.version_directory(number), stat.S_ISDIR)
         return self.turn.mine(cancel) if committed else nullcontext()
 
     def still_listed(self, ref: VersionRef, *, exact: bool = False) -> Callable[[], bool]:

@@ -120,7 +120,11 @@ async def test_a_full_disk_without_anything_to_give_up_is_503_and_heals(
             assert on_disk(disk / "s") == [1]
             ballast.unlink()
             await wait_ready(url)
-            assert await problem(url) == "null"
+
+            async def settled() -> bool:
+                return await problem(url) == "null"
+
+            await eventually(settled, what="status says that nothing is wrong any more")
             for shard in second.shards:
                 assert (await http(url, path_of(shard))).body == second.blobs[shard]
                 assert parent.count(shard) == 1
