@@ -109,10 +109,12 @@ async def test_a_publisher_dies_within_an_open_version(tmp_path: Path) -> None:
 
 
 def numbers_of(made: Tree) -> set[int]:
-    """The versions that the origin's store names or holds."""
+    """The versions that the origin's store names, also as open, or holds."""
     found = {int(path.name) for path in (made.store / made.run / "versions").iterdir()}
     envelope = (made.store / made.run / "head.json").read_bytes()
     head = decode_head(open_unverified(envelope)[1])
+    if head.open is not None:  # of a publisher that was killed
+        found.add(head.open.version)
     return found | {ref.version for ref in head.versions}
 
 
