@@ -137,6 +137,9 @@ class Fleet:
         self._cleanup = contextlib.ExitStack()
         self._env = {
             **os.environ,
+            # glibc would keep what a thread frees, up to 32 MB in each thread's arena: then resident
+            # memory would say how many threads have decoded a version, and not what leaks.
+            "MALLOC_MMAP_THRESHOLD_": str(2**20),
             "PYTHONPATH": os.pathsep.join(
                 [str(_CLOCK_DIRECTORY), *filter(None, [os.environ.get("PYTHONPATH")])]
             ),
