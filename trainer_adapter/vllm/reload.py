@@ -36,15 +36,15 @@ from shardcast.errors import ShardcastError
 from trainer_adapter.checkpoint import Checkpoint
 from trainer_adapter.vllm.memory import available_memory
 from trainer_adapter.vllm.preparing import Prepared, Unprepared, prepare
-from trainer_adapter.vllm.shadow import Arrivals, Shadow, refuse
-from trainer_adapter.vllm.started import Started
+from trainer_adapter.vllm.shadow import Arrivals, Shadow
+from trainer_adapter.vllm.started import Started, refuse
 from trainer_adapter.vllm.verifying import Ready
 
 log = logging.getLogger("vllm.shardcast")
 
 _MEMORY: Final = 2.0
-"""How much memory is wanted for preparing a version, in its own size: packed twice where embeddings
-are tied, one layer raw beside it, and room for the engine."""
+"""How much memory is wanted for preparing a version, in its own size: embeddings are there
+packed and as they are, one layer raw beside it, and room for the engine."""
 
 Bare = tuple[torch.nn.Module, str, torch.Tensor]
 """A tensor that is an attribute of a layer and neither parameter nor buffer: layer, name, value."""

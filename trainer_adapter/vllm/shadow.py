@@ -14,7 +14,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,13 +22,11 @@ from vllm.model_executor.model_loader.reload.layerwise import SKIP_LOAD_TENSORS
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from shardcast.errors import EngineRefusedError
 from trainer_adapter.checkpoint import Spec
+from trainer_adapter.vllm.started import MOST_NAMED, listed, refuse
 from trainer_adapter.vllm.tree import Place, Tree
 
 log = logging.getLogger("vllm.shardcast")
-
-_MOST_NAMED: Final = 5
 
 
 @dataclass
@@ -57,11 +55,6 @@ class Counter(TorchDispatchMode):  # type: ignore[misc]
             self.written += args[0].numel()
             self.copied += args[0].numel() if name == "copy_" else 0
         return func(*args, **(kwargs or {}))
-
-
-def refuse(problem: str) -> EngineRefusedError:
-    """Return the error that says that a version is not one for this model."""
-    return EngineRefusedError(problem, phase="check", reason="incompatible")
 
 
 class Shadow:
@@ -161,12 +154,12 @@ class Shadow:
             if 0 < arrivals.elements < arrivals.expected:
                 self._problems.append(
                     f"{name} gets {arrivals.elements} of its {arrivals.expected} elements, from "
-                    f"{', '.join(arrivals.sources[:_MOST_NAMED])}: a tensor of its group is missing"
+                    f"{', '.join(arrivals.sources[:MOST_NAMED])}: a tensor of its group is missing"
                 )
             elif strict and not known and name not in tied:
                 self._problems.append(f"nothing is loaded into {name}")
         if self._problems:
-            raise refuse(_listed(self._problems))
+            raise refuse(listed(self._problems))
         return {name: self._arrivals[key] for name, key in self._parameters.items()}
 
     def close(self) -> None:
@@ -195,8 +188,3 @@ def _name(dtype: torch.dtype) -> str:
 
 def _brief(error: Exception) -> str:
     return str(error).split(" The available", 1)[0][:300]
-
-
-def _listed(problems: list[str]) -> str:
-    more = len(problems) - _MOST_NAMED
-    return "; ".join(problems[:_MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")

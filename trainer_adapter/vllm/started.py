@@ -55,7 +55,8 @@ _UNSAID: Final = ("transformers_version", "_name_or_path", "name_or_path", "_com
 """Members of those files that say where they come from, and nothing about the model."""
 
 _SPECIAL: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
-_MOST_NAMED: Final = 5
+MOST_NAMED: Final = 5
+"""So many tensors are named in a message."""
 
 Form = tuple[str, tuple[int, ...]]
 """Type (torch's name) and shape of a tensor."""
@@ -98,7 +99,7 @@ class Started:
             return
         key = _difference(_filled_in(new), _filled_in(old))
         if key:
-            raise _refuse(
+            raise refuse(
                 f"{CONFIG} says {key} = {_short(new.get(key))}, the engine was started with "
                 f"{_short(old.get(key))}: restart it with this version"
             )
@@ -114,7 +115,7 @@ class Started:
             EngineRefusedError: Names tensors; or says that there is nothing to compare with.
         """
         if self.forms is None:
-            raise _refuse(
+            raise refuse(
                 f"{why}, and the checkpoint that the engine was started with is not on this host, "
                 "so that its tensors could be compared: start the engine from a version of the run "
                 "(--load-format shardcast)"
@@ -128,11 +129,9 @@ class Started:
             if name in self.forms and form != self.forms[name]
         ]
         if problems:
-            more = len(problems) - _MOST_NAMED
-            listed = "; ".join(problems[:_MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")
-            raise _refuse(
+            raise refuse(
                 f"{why}, so a version must have the tensors of the checkpoint that the engine was "
-                f"started with: {listed}"
+                f"started with: {listed(problems)}"
             )
 
     def differing(self, checkpoint: Checkpoint) -> list[str]:
@@ -236,8 +235,15 @@ def _same(name: str, new: bytes | None, old: bytes | None) -> bool:
     return bool(one == two)
 
 
-def _refuse(problem: str) -> EngineRefusedError:
+def refuse(problem: str) -> EngineRefusedError:
+    """Return the error that says that a version is not one for this model."""
     return EngineRefusedError(problem, phase="check", reason="incompatible")
+
+
+def listed(problems: list[str]) -> str:
+    """Return problems in one line, the first few of them by name."""
+    more = len(problems) - MOST_NAMED
+    return "; ".join(problems[:MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")
 
 
 def _form(form: Form) -> str:
