@@ -78,7 +78,7 @@ class Injected:
         threading.Thread(target=_watch, daemon=True).start()
 
     def memory(self) -> dict[str, int]:
-        """Return bytes of anonymous memory: when the watch began, at most since, now."""
+        """Return bytes of anonymous memory: when the watch began, at most since then, and now."""
         return {**_WATCH, "now": _anonymous()}
 
 

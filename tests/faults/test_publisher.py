@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -108,14 +109,13 @@ async def test_a_publisher_dies_within_an_open_version(tmp_path: Path) -> None:
         verdict.recovered(out, 3)
 
 
-def numbers_of(made: Tree) -> set[int]:
-    """The versions that the origin's store names, also as open, or holds."""
-    found = {int(path.name) for path in (made.store / made.run / "versions").iterdir()}
+def steps_of(made: Tree, known: dict[int, int]) -> dict[int, int]:
+    """Add to what is known: the versions that the origin's head names, and the step of each."""
     envelope = (made.store / made.run / "head.json").read_bytes()
-    head = decode_head(open_unverified(envelope)[1])
-    if head.open is not None:  # of a publisher that was killed
-        found.add(head.open.version)
-    return found | {ref.version for ref in head.versions}
+    for ref in decode_head(open_unverified(envelope)[1]).versions:
+        assert ref.step is not None
+        assert known.setdefault(ref.version, ref.step) == ref.step, "a number was used twice"
+    return known
 
 
 @pytest.mark.fault(22)
@@ -123,40 +123,51 @@ def numbers_of(made: Tree) -> set[int]:
 def test_a_publisher_is_killed_at_any_moment(tmp_path: Path, *, remote: bool) -> None:
     """Into its own store, and into a remote origin: readers keep what they have, the next wins."""
     rng = random.Random(22)
-    versions: dict[int, Path] = {1: small_checkpoint(tmp_path / "first", size=24 * MiB)}
-    with tree(tmp_path) as made, criteria(directories(versions)) as verdict:
-        token = tmp_path / "token"
-        token.write_text("a-token-that-is-long-enough\n")
-        made.publish(versions[1])
-        origin = made.origin("--publish-token-file", str(token))
-        relay = made.relay("relay", parents=[origin.url])
-        follower = made.follow("out", sources=[relay.url])
-        verdict.watch(follower.out, relay.store / made.run, made.store / made.run)
-        follower.wait_committed(1, timeout=60)
-        there: list[str | Path] = (
-            ["--to", origin.url, "--token-file", token] if remote else ["--store", made.store]
-        )
+    seeds = (1, 2, 3, 4, 5, 6, 99)
+    whole = directories({seed: tmp_path / f"{seed}" for seed in (0, *seeds)})
+    for seed in (0, *seeds):
+        small_checkpoint(tmp_path / f"{seed}", size=24 * MiB, seed=seed)
+    steps: dict[int, int] = {}
+
+    with tree(tmp_path) as made:
+
+        def truth(version: int) -> Mapping[str, str] | None:
+            """Whatever readers see, at any moment, is the checkpoint of that step, whole."""
+            step = steps_of(made, steps).get(version)
+            return None if step is None else whole(step)
 
         def publish(seed: int) -> Process:
-            checkpoint = small_checkpoint(tmp_path / f"{seed}", size=24 * MiB, seed=seed)
-            # Whatever of it becomes visible, at any moment, is this checkpoint, whole.
-            versions[max(numbers_of(made)) + 1] = checkpoint
+            steps_of(made, steps)  # the head forgets the oldest
             argv = shardcast(
-                "publish", checkpoint, "--run", made.run, *there,
+                "publish", tmp_path / f"{seed}", "--run", made.run, *there, "--step", str(seed),
                 "--key", made.keys / "shardcast.key", "--json",
             )  # fmt: skip
             return made.processes.start(argv, name=f"publish-{seed}")
 
-        for attempt in range(6):
-            doomed = publish(attempt + 1)
-            doomed.watch_exit(rng.uniform(0.1, 0.7))
-            doomed.kill()
-            doomed.watch_exit(30)
-        process = publish(99)
-        done = int(process.wait_event("published", timeout=60)["version"])
-        process.check(timeout=30)
-        follower.wait_committed(done, timeout=60)
-        verdict.waive("b", "no source is at fault")
-        verdict.waive("c", "nobody else reads")
-        verdict.waive("d", "nothing failed on the way to the reader")
-        verdict.recovered(follower.out, done)
+        with criteria(truth) as verdict:
+            token = tmp_path / "token"
+            token.write_text("a-token-that-is-long-enough\n")
+            made.publish(tmp_path / "0", "--step", "0")
+            origin = made.origin("--publish-token-file", str(token))
+            relay = made.relay("relay", parents=[origin.url])
+            follower = made.follow("out", sources=[relay.url])
+            verdict.watch(follower.out, relay.store / made.run)
+            follower.wait_committed(1, timeout=60)
+            there: list[str | Path] = (
+                ["--to", origin.url, "--token-file", token] if remote else ["--store", made.store]
+            )
+            for seed in seeds[:-1]:
+                doomed = publish(seed)
+                doomed.watch_exit(rng.uniform(0.1, 0.7))
+                doomed.kill()
+                doomed.watch_exit(30)
+            process = publish(seeds[-1])
+            done = int(process.wait_event("published", timeout=60)["version"])
+            process.check(timeout=30)
+            follower.wait_committed(done, timeout=60)
+            assert steps_of(made, steps)[done] == seeds[-1]
+            verdict.watch(made.store / made.run)  # by now no version there waits for its head
+            verdict.waive("b", "no source is at fault")
+            verdict.waive("c", "nobody else reads")
+            verdict.waive("d", "nothing failed on the way to the reader")
+            verdict.recovered(follower.out, done)
