@@ -143,6 +143,7 @@ class Worker:
         )
         self._observer = observer
         self._following: WorkerSession | None = None
+        self._head: Head | None = None
         self._mender: Mender | None = None
 
     @property
@@ -152,10 +153,19 @@ class Worker:
 
     @property
     def head(self) -> Head | None:
-        """While following: the newest accepted head, None before the first."""
-        following = self._following
+        """While following: the newest accepted head, None before the first.
+
+        It stays when this worker begins to lead, until a newer one was accepted.
+        """
+        following, known = self._following, self._head
         accepted = None if following is None else following.keeper.accepted
-        return None if accepted is None else accepted.head
+        if accepted is not None and (known is None or accepted.head.sequence >= known.sequence):
+            return accepted.head
+        return known
+
+    def _follow_with(self, session: WorkerSession) -> None:
+        """Follow by another session; what the one before had accepted stays known."""
+        self._head, self._following = self.head, session
 
     async def current(self) -> Update | None:
         """While following: the version that ``current`` names, if it is whole; else None.
@@ -347,13 +357,13 @@ class Worker:
             while True:
                 if rest_s > 0 or not lock.try_acquire():
                     async with open_worker(self.options, self._observer, leading=False) as session:
-                        self._following = session
+                        self._follow_with(session)
                         guest = Guest(session, lock, rest_s=rest_s)
                         async with watching(session):
                             await guest.follow(updated)
                         seen = guest.seen
                 async with open_worker(self.options, self._observer, leading=True) as session:
-                    self._following = session
+                    self._follow_with(session)
                     follower = await self._lead(session, updated, seen, failures)
                 failures, rest_s = follower.failures, max(follower.rest_s, LEAST_REST_S)
                 lock.release()

@@ -105,7 +105,10 @@ class Agent:
         return self._board.leases.targets.get(digest)
 
     def follow_head(self, head: Callable[[], Head | None]) -> None:
-        """Say where the newest accepted head is; until one is there, the one on disk counts."""
+        """Say where the newest accepted head is; while none is there, the last one known counts.
+
+        At first that is the one on disk.
+        """
         self._given_head = head
 
     def repair_with(self, repair: Repair) -> None:
@@ -176,7 +179,11 @@ class Agent:
     # --- what the minders ask ---------------------------------------------------------------
 
     def _newest_head(self) -> Head | None:
-        return self._given_head() or self._head
+        """Return the newest head there ever was: who gives them may have none for a while."""
+        given, known = self._given_head(), self._head
+        if given is not None and (known is None or given.sequence >= known.sequence):
+            self._head = given
+        return self._head
 
     def _wake(self) -> None:
         for minder in self._minders:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from shardcast.canary import Canary, Prompt
@@ -18,6 +19,7 @@ from shardcast.engine.agent import Agent
 from shardcast.engine.board import AgentOptions
 from shardcast.engine.decide import Mode, served_by
 from shardcast.engine.driver import Target
+from shardcast.engine.forms import EngineState
 from shardcast.errors import (
     EngineKeyError,
     EngineUnreachableError,
@@ -132,6 +134,16 @@ async def minding(
         running.cancel()
         with suppress(asyncio.CancelledError):
             await running
+
+
+class Looked(FakeEngine):
+    """Counts how often it was looked at."""
+
+    looks = 0
+
+    async def state(self) -> EngineState:
+        self.looks += 1
+        return await super().state()
 
 
 def three() -> tuple[FakeEngine, FakeEngine, FakeEngine]:
@@ -319,6 +331,45 @@ async def test_hold_stops_activations_and_not_staging(tmp_path: Path) -> None:
         assert "activate 2" not in engine.calls
         world.announce(2)
         await world.serve(2)
+
+
+async def test_what_the_last_head_said_holds_while_there_is_none(tmp_path: Path) -> None:
+    """A follower that has just begun to lead has accepted nothing yet, perhaps for long."""
+    engine = Looked()
+    async with minding(tmp_path, engine) as world:
+        assert world.agent is not None
+        world.publish(1)
+        await world.serve(1)
+        world.publish(2, hold=True)
+        await world.until(lambda: "stage 2" in engine.calls)
+        world.announce(1, withdrawn=(2,))
+        world.head = None
+        world.agent.look()
+        seen = engine.looks
+        await world.until(lambda: engine.looks >= seen + 4)
+        assert "activate 2" not in engine.calls
+        world.publish(3, hold=True)
+        await world.until(lambda: "stage 3" in engine.calls)
+        world.head = None
+        seen = engine.looks
+        await world.until(lambda: engine.looks >= seen + 4)
+        assert "activate 3" not in engine.calls
+        assert engine.calls[-1] != "tell 1"
+        world.announce(3)
+        await world.serve(3)
+
+
+async def test_a_head_is_not_taken_back_for_an_older_one(tmp_path: Path) -> None:
+    agent = Agent([FakeEngine()], tmp_path, "policy", lambda event: None)
+    older, newer = make_head(1, (1,)), msgspec.structs.replace(make_head(2, (2,)), sequence=2)
+    given = newer
+    agent.follow_head(lambda: given)
+    agent.look()
+    given = older
+    assert agent._newest_head() is newer
+    given = msgspec.structs.replace(newer, hold=True)
+    assert agent._newest_head() is given
+    await agent.close()
 
 
 async def test_a_withdrawn_version_is_left_also_downwards(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import msgspec
 import pytest
 
 from shardcast.errors import BusyError, DiskError, UsageError
-from shardcast.events import EventKind
+from shardcast.events import EventKind, WorkerEvent
 from shardcast.joining import (
     POLL_S,
     Guest,
@@ -26,6 +27,7 @@ from shardcast.protocol import trust
 from shardcast.protocol.head import Head, VersionRef
 from shardcast.protocol.limits import SKEW_MS
 from shardcast.store.run import RunStore
+from shardcast.worker import Worker
 from tests.fakes import FakeRun, RunServer
 from tests.observer import Log
 from tests.unit.worker.test_pull import assert_is, worker
@@ -214,6 +216,40 @@ async def test_a_guest_remembers_nothing(tmp_path: Path, run: FakeRun, server: R
     assert sorted(os.listdir(out)) == ["state"]
     assert sorted(os.listdir(out / "state")) == ["guests.lock", "run.lock"]
     assert_is(await worker(out, run, server).apull(), run, 1)
+
+
+async def test_a_guest_that_begins_to_lead_still_knows_the_newest_head(
+    tmp_path: Path, run: FakeRun, server: RunServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it says of holding and withdrawing counts until the next one comes: an outage may last."""
+    out, leads, accepted = tmp_path / "out", asyncio.Event(), asyncio.Event()
+
+    async def lead(*_: object) -> None:
+        leads.set()
+        await asyncio.Event().wait()
+
+    class Accepted(Log):
+        def on_event(self, event: WorkerEvent) -> None:
+            super().on_event(event)
+            if event.kind is EventKind.HEAD:
+                accepted.set()
+
+    async def follow() -> None:
+        async for _ in guest.follow():
+            pass
+
+    monkeypatch.setattr(Worker, "_lead", lead)
+    guest = worker(out, run, server, observer=Accepted())
+    with led(out):
+        following = asyncio.ensure_future(follow())
+        await asyncio.wait_for(accepted.wait(), 20)
+        known = guest.head
+        assert known is not None
+        assert known.version == 1
+    await asyncio.wait_for(leads.wait(), 20)
+    assert guest.head == known
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
 
 
 def test_who_holds_a_lock_is_named(tmp_path: Path) -> None:
