@@ -109,7 +109,7 @@ class Mender:
 
     def _mend(self, ref: VersionRef, cancel: Cancel) -> Repaired:
         session, tally = self._session, Tally(total_bytes=ref.bytes)
-        with session.turn.mine(cancel):
+        with session.turns.mine(ref.version, cancel, committed=True):
             damage = self._mend_documents(ref, cancel, tally)
             lacking = self._lacking(ref.version, cancel)
             if lacking:

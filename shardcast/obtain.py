@@ -26,7 +26,7 @@ from shardcast.rebuilding import DeltaFailure, Rebuilding
 from shardcast.store.files import disk_errors, is_there
 from shardcast.store.renewing import has_other_size
 from shardcast.store.run import RunStore
-from shardcast.store.stored import ShardState, StoredVersion
+from shardcast.store.stored import StoredVersion
 from shardcast.store.version_files import make_files
 
 _ROUNDS: Final = 3
@@ -274,18 +274,17 @@ class Obtainer:
             stored.renew(file, self._store.temporary(f"file-{file}"))
 
     def _confirm(self, stored: StoredVersion) -> None:
-        """Look at what the journal of an earlier process says is there.
+        """Look at what an earlier process's journal says is there, and at files that changed.
 
         Where it says nothing of a shard, but files have bytes there, they are hashed against the
         signed digests: that is faster than any network.
         """
         layout, digests = stored.version.layout, stored.version.digests
-        present = stored.present()
-        shards = [s for s in present if stored.state(s) is ShardState.RECORDED]
+        shards, present = stored.unconfirmed(), stored.present()
 
         def confirm(shard: int) -> None:
             self._cancel.check()
-            if not stored.confirm(shard):
+            if not stored.judge(shard):
                 self._shards.tell(stored, shard, "changed since it was verified")
 
         def salvage(shard: int) -> None:
@@ -293,8 +292,7 @@ class Obtainer:
             if digest == digests[shard]:
                 stored.record(shard, xxh3)
 
-        if not stored.committed:
-            self._all(confirm, shards)
+        self._all(confirm, shards)
         # What this process has looked at before and found bad need not be hashed again.
         if stored.committed or shards or not present:
             missing = [s for s in stored.missing() if digests[s] is not None]

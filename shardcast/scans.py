@@ -8,7 +8,7 @@ machine's boot and a fingerprint of sizes, times and inodes. Losing the file cos
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Final
@@ -20,9 +20,8 @@ from shardcast.errors import DiskError
 from shardcast.hashing import default_threads
 from shardcast.protocol.digest import digest_of
 from shardcast.store.files import atomic_write
-from shardcast.store.renewing import is_unreadable
 from shardcast.store.run import RunStore
-from shardcast.store.stored import ShardState, StoredVersion
+from shardcast.store.stored import StoredVersion
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _MAX_REMEMBERED: Final = 256
@@ -44,12 +43,13 @@ class Scans:
     def scan(self, number: int, cancel: Cancel) -> bool:
         """Hash a version's shards if it was not found whole before as it lies there.
 
-        Shards that are not good become missing.
+        Shards that are not good, and those that the system will not read, become missing.
 
         Returns:
             Whether it is whole.
 
         Raises:
+            DiskError: If the system refuses for reasons of its own (out of descriptors).
             TransferCancelledError: If it was cancelled.
         """
         stored = self._store.stored(number)
@@ -57,8 +57,7 @@ class Scans:
             return False
         known = self._load()
         if known.versions.get(str(number)) != _fingerprint(stored):
-            recorded = [s for s in stored.present() if stored.state(s) is ShardState.RECORDED]
-            self._confirm(stored, recorded, cancel)
+            self._all(stored.judge, stored.unconfirmed(), cancel)
             if stored.complete and stored.damaged is None:
                 self.remember(number)
         return stored.complete and stored.damaged is None
@@ -75,19 +74,9 @@ class Scans:
         stored.notice_changes()
 
         def look(shard: int) -> None:
-            if cancel.cancelled:
-                return
-            try:
-                stored.look_again(shard)
-            except DiskError as error:
-                if not is_unreadable(error):
-                    raise
-                stored.discard(shard, f"it cannot be read: {error.message}")
+            stored.judge(shard, again=True)
 
-        with ThreadPoolExecutor(self._threads, thread_name_prefix="scan") as executor:
-            for _ in executor.map(look, sorted(stored.present())):
-                pass
-        cancel.check()
+        self._all(look, sorted(stored.present()), cancel)
         return stored.complete and stored.damaged is None
 
     def remember(self, number: int) -> None:
@@ -114,13 +103,13 @@ class Scans:
             return _Scanned(boot, {})
         return known if boot and known.boot == boot else _Scanned(boot, {})
 
-    def _confirm(self, stored: StoredVersion, shards: Sequence[int], cancel: Cancel) -> None:
-        def confirm(shard: int) -> None:
+    def _all(self, look: Callable[[int], object], shards: Sequence[int], cancel: Cancel) -> None:
+        def unless_cancelled(shard: int) -> None:
             if not cancel.cancelled:
-                stored.confirm(shard)
+                look(shard)
 
         with ThreadPoolExecutor(self._threads, thread_name_prefix="scan") as executor:
-            for _ in executor.map(confirm, shards):
+            for _ in executor.map(unless_cancelled, shards):
                 pass
         cancel.check()
 

@@ -11,7 +11,7 @@ import asyncio
 import stat
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, TypeVar
@@ -42,7 +42,7 @@ from shardcast.scans import Scans
 from shardcast.source_set import SourceSet
 from shardcast.steps import gone
 from shardcast.store.files import is_there
-from shardcast.store.renewing import Turn
+from shardcast.store.renewing import Turns
 from shardcast.store.run import RunStore
 from shardcast.store.stored import StoredVersion
 from shardcast.upstream import HeadSource
@@ -74,7 +74,7 @@ class WorkerSession:
         sources: Where heads and blobs come from.
         activator: Commits and evicts.
         scans: Remembers which versions are whole.
-        turn: Whose it is to change files of committed versions.
+        turns: Whose it is to write a version's files.
         emit: Takes events.
         fruitless: Whether the last try to obtain a version failed without one more verified shard.
     """
@@ -94,7 +94,7 @@ class WorkerSession:
         self.sources = SourceSet(options, upstreams, keeper, emit)
         self.fruitless = False
         self.scans = Scans(store, options.threads)
-        self.turn = Turn()
+        self.turns = Turns()
         self._documents = threading.Lock()
         self._delta_documents = DeltaDocuments()
         self._delta_reports = DeltaReports(options.run, emit)
@@ -208,7 +208,7 @@ class WorkerSession:
         )
         try:
             with (
-                self._turn_to_repair(ref.version, cancel),
+                self._turn(ref.version, cancel),
                 self._effort.on(wanted, tally, pools),
                 self._progress(ref, tally, pools),
             ):
@@ -220,10 +220,10 @@ class WorkerSession:
         self._emit_ready(arrived, tally, ahead)
         return Obtained(arrived.ref, arrived.stored, tally.fetched_bytes + ahead.fetched_bytes)
 
-    def _turn_to_repair(self, number: int, cancel: Cancel) -> AbstractContextManager[None]:
-        """Wait until nobody else changes committed versions, where that is about to be done."""
+    def _turn(self, number: int, cancel: Cancel) -> AbstractContextManager[None]:
+        """Wait until nobody else writes this version's files, or those of committed versions, too."""
         committed = is_there(self.store.version_directory(number), stat.S_ISDIR)
-        return self.turn.mine(cancel) if committed else nullcontext()
+        return self.turns.mine(number, cancel, committed=committed)
 
     def still_listed(self, ref: VersionRef, *, exact: bool = False) -> Callable[[], bool]:
         """Return what says whether sources may come to have a version that they have not got."""

@@ -51,25 +51,39 @@ _LOOK_S: Final = 0.2
 _PAGE_BYTES: Final = 4096
 
 
-class Turn:
-    """One thread at a time changes the files of committed versions."""
+class Turns:
+    """One thread at a time writes a version's files, and one those of committed versions."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._numbers: set[int] = set()
+        self._committed = False
 
     @contextmanager
-    def mine(self, cancel: Cancel) -> Iterator[None]:
-        """Wait for it, and have it while the block runs.
+    def mine(self, number: int, cancel: Cancel, *, committed: bool) -> Iterator[None]:
+        """Wait for a turn, and have it while the block runs.
+
+        Args:
+            number: The version that is written to.
+            cancel: Ends the waiting.
+            committed: Whether files of committed versions are.
 
         Raises:
             TransferCancelledError: If it was cancelled meanwhile.
         """
-        while not self._lock.acquire(timeout=_LOOK_S):
-            cancel.check()
+        with self._changed:
+            while number in self._numbers or (committed and self._committed):
+                self._changed.wait(_LOOK_S)
+                cancel.check()
+            self._numbers.add(number)
+            self._committed |= committed
         try:
             yield
         finally:
-            self._lock.release()
+            with self._changed:
+                self._numbers.remove(number)
+                self._committed &= not committed
+                self._changed.notify_all()
 
 
 def is_unreadable(error: DiskError) -> bool:

@@ -33,7 +33,7 @@ from shardcast.store.files import (
     require_space,
 )
 from shardcast.store.journal import ShardJournal
-from shardcast.store.renewing import renew
+from shardcast.store.renewing import is_unreadable, renew
 from shardcast.store.version_files import forget_cached, has_data, make_files, unshare
 
 log = logging.getLogger("shardcast.store")
@@ -150,6 +150,17 @@ class StoredVersion:
         """Return the shards that are not there."""
         return [shard for shard, state in enumerate(self._states) if not state]
 
+    def unconfirmed(self) -> list[int]:
+        """Return the shards that are recorded: nobody looked at them, or their files changed since.
+
+        Raises:
+            DiskError: As ``confirm``.
+        """
+        if self.committed:
+            self.notice_changes()
+        recorded = ShardState.RECORDED.value
+        return [shard for shard, state in enumerate(self._states) if state == recorded]
+
     @property
     def complete(self) -> bool:
         """Whether the version is closed and no shard is missing."""
@@ -231,6 +242,24 @@ class StoredVersion:
         if self._states[shard]:
             self.discard(shard, "its bytes on disk changed")
         return False
+
+    def judge(self, shard: int, *, again: bool = False) -> bool:
+        """Say whether a shard is good, for good: one that the system will not read is missing.
+
+        Args:
+            shard: The shard.
+            again: As ``look_again``, rather than ``confirm``.
+
+        Raises:
+            DiskError: If the system refuses for reasons of its own (out of descriptors).
+        """
+        try:
+            return self.look_again(shard) if again else self.confirm(shard)
+        except DiskError as error:
+            if not is_unreadable(error):
+                raise
+            self.discard(shard, f"it cannot be read: {error.message}")
+            return False
 
     def recorded(self, shard: int) -> bytes | None:
         """Return the xxh3-128 that a shard had when it was verified; None if it is not here."""
@@ -345,9 +374,8 @@ class StoredVersion:
         """
         if self.committed:
             return
-        for shard, state in enumerate(self._states):
-            if state == ShardState.RECORDED.value:
-                self.confirm(shard)
+        for shard in self.unconfirmed():
+            self.confirm(shard)
         if not self.complete:
             raise IntegrityError(
                 f"version {self.version.number} lacks {_shards(len(self.missing()))}",

@@ -273,6 +273,26 @@ def test_a_worker_repairs_what_a_power_cut_took(tmp_path: Path, run: FakeRun, ki
 
 
 @pytest.mark.fault(4)
+@pytest.mark.fault(5)
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_worker_finds_zeros_beside_what_it_knows_to_be_missing(
+    tmp_path: Path, run: FakeRun, kind: str
+) -> None:
+    """That one file has another size is seen at once; of the other only its bytes tell."""
+    damage, bad = DAMAGE[kind]
+    out = tmp_path / "out"
+    with RunServer(run) as server:
+        update = worker(out, run, server.url).pull()
+        damage(update.path / "big")
+        zero_tail(update.path / "small", 100)
+        rebooted(out)
+        server.sent.clear()
+        worker(out, run, server.url).pull()
+        assert_version(out, published(run), 1)
+        assert sent(server, run) == bad * SHARD + len(FILES["small"])
+
+
+@pytest.mark.fault(4)
 @pytest.mark.parametrize("kind", JOURNALS)
 def test_a_worker_that_lost_its_journal_fetches_nothing(
     tmp_path: Path, run: FakeRun, kind: str

@@ -121,6 +121,17 @@ def test_a_scan_finds_what_a_power_cut_left(
     assert states == {ShardState.VERIFIED, ShardState.MISSING}
 
 
+def test_a_file_that_changes_after_it_was_hashed_is_hashed_again(committed: Path) -> None:
+    (committed / "state" / "scanned.json").unlink()
+    store = RunStore(committed, "policy")
+    scans = Scans(store)
+    assert scans.scan(1, Cancel())
+    path = committed / "versions" / "000001" / "model-00001-of-00002.safetensors"
+    path.write_bytes(path.read_bytes()[:-100] + bytes(100))
+    assert not scans.scan(1, Cancel())
+    store.close()
+
+
 def test_a_version_that_is_not_there_is_not_whole(tmp_path: Path) -> None:
     assert not Scans(RunStore(tmp_path, "policy")).scan(9, Cancel())
 

@@ -240,24 +240,67 @@ async def test_a_disk_that_damages_everything_is_not_repaired_for_ever(
         assert contents_of(tmp_path / "versions" / "000001") == run.files[1]
 
 
+def unreadable(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second shard of a file lies on bad sectors."""
+    inode, read = path.stat().st_ino, files.read_into
+
+    def broken(fd: int, buffer: memoryview, offset: int) -> int:
+        if os.fstat(fd).st_ino == inode and offset < 2 * SHARD and offset + len(buffer) > SHARD:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(fd, buffer, offset)
+
+    for module in (directory, plan_work, renewing):
+        monkeypatch.setattr(module, "read_into", broken)
+
+
 async def test_what_the_system_will_not_read_is_replaced(
     tmp_path: Path, run: FakeRun, server: RunServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with following(tmp_path, run, server) as (follower, _):
         path = tmp_path / "versions" / "000001" / BIG
-        inode, read = path.stat().st_ino, files.read_into
-
-        def broken(fd: int, buffer: memoryview, offset: int) -> int:
-            if os.fstat(fd).st_ino == inode and offset < 2 * SHARD and offset + len(buffer) > SHARD:
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-            return read(fd, buffer, offset)
-
-        for module in (directory, plan_work, renewing):
-            monkeypatch.setattr(module, "read_into", broken)
+        unreadable(path, monkeypatch)
         server.sent.clear()
         assert "cannot be read" in (await follower.repair(1)).damage
         assert server.sent == {run.shard_digests(1)[1]: SHARD}
         assert path.read_bytes() == run.files[1][BIG]
+
+
+@pytest.mark.parametrize("how", ["follow", "pull"])
+async def test_a_start_replaces_what_the_system_will_not_read(
+    tmp_path: Path, run: FakeRun, server: RunServer, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    path = (await worker(tmp_path, run, server).apull()).path / BIG
+    (tmp_path / "state" / "scanned.json").unlink()  # another boot
+    unreadable(path, monkeypatch)
+    server.sent.clear()
+    if how == "follow":
+        async with following(tmp_path, run, server) as (_, log):
+            await eventually(lambda: bool(log.of(EventKind.COMMITTED)))
+    else:
+        log = Log()
+        await worker(tmp_path, run, server, observer=log).apull()
+    assert any("cannot be read" in str(event.error) for event in log.of(EventKind.DAMAGED))
+    assert shards_sent(server, run=run, version=1) == {run.shard_digests(1)[1]: SHARD}
+    assert contents_of(path.parent) == run.files[1]
+
+
+@pytest.mark.parametrize("boot", ["the same", "another"])
+async def test_an_older_version_that_becomes_current_again_is_looked_at(
+    tmp_path: Path, run: FakeRun, server: RunServer, files: dict[str, bytes], boot: str
+) -> None:
+    path = (await worker(tmp_path, run, server).apull()).path
+    run.publish({**files, BIG: bytes(reversed(files[BIG]))})
+    if boot == "another":
+        await worker(tmp_path, run, server).apull()
+        (tmp_path / "state" / "scanned.json").unlink()
+    async with following(tmp_path, run, server) as (follower, log):
+        await eventually(lambda: follower.head is not None and follower.head.version == 2)
+        await eventually(lambda: os.readlink(tmp_path / "current").endswith("2"))
+        zero(path / BIG)
+        run.withdraw(2)
+        await eventually(lambda: os.readlink(tmp_path / "current").endswith("1"))
+        assert contents_of(path) == run.files[1]
+        assert [event.version for event in log.of(EventKind.DAMAGED)] == [1]
 
 
 async def test_without_room_for_a_new_file_the_old_one_is_left(
