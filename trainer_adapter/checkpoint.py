@@ -8,7 +8,9 @@ What is *opened* keeps a shared lock on the directory, so nobody evicts or recyc
 descriptor of each file, so it stays the same file whatever happens to its name. What is *verified*
 was hashed, shard by shard, and had its pages mapped. ``changed`` then tells by the files' identity
 whether the bytes can still be the ones that were hashed: a write, a truncation or another file under
-the name all change size, times or inode.
+the name all change size, mtime or inode. Not ctime: a file that did not change from one version to the
+next is one inode with several names, and each link that a follower makes, or eviction takes away,
+moves its ctime. What escapes is a write whose mtime somebody has set back.
 
 Needs no torch but for ``tensors``.
 """
@@ -104,12 +106,12 @@ class Spec:
     length: int
 
 
-Identity = tuple[int, int, int, int, int]
-"""Device, inode, size, mtime and ctime in nanoseconds."""
+Identity = tuple[int, int, int, int]
+"""Device, inode, size, mtime in nanoseconds."""
 
 
 def _identity(of: os.stat_result) -> Identity:
-    return of.st_dev, of.st_ino, of.st_size, of.st_mtime_ns, of.st_ctime_ns
+    return of.st_dev, of.st_ino, of.st_size, of.st_mtime_ns
 
 
 class StoppedError(ShardcastError):
