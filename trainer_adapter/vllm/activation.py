@@ -22,7 +22,7 @@ from shardcast.engine.forms import (
     Requests,
     label_of,
 )
-from trainer_adapter.vllm.control import Calls, Clock, EngineControl, LateError
+from trainer_adapter.vllm.control import Calls, Clock, EngineControl
 from trainer_adapter.vllm.machine import ACTIVATE_AGAIN, RESTART, Facts, Machine, SwapError
 from trainer_adapter.vllm.ranks import Report, Target, activate_command, state_command
 from trainer_adapter.vllm.staging import stage
@@ -140,8 +140,6 @@ class Activation:
                 deadline=self._deadline,
             )
         except SwapError as error:
-            if isinstance(error, LateError):
-                error.call.cancel()
             if error.phase == "stage":  # the ranks have given up what they held
                 self._move(self._cell.machine.holds(None, self._clock.now()))
             raise
@@ -175,8 +173,7 @@ class Activation:
                 deadline=self._deadline,
             )
         except SwapError as error:
-            pending = error.call if isinstance(error, LateError) else None
-            await self._go_back(error, pending)
+            await self._go_back(error)
             raise
         finally:
             self._took("pause", began)
@@ -200,7 +197,7 @@ class Activation:
             raise error
         if report.outcome == "restored":
             await self._adapters()
-        await self._go_back(error, None)
+        await self._go_back(error)
         raise error
 
     async def _loaded(self) -> Report:
@@ -323,36 +320,29 @@ class Activation:
             self._took("resume", began)
         self._resumed()
 
-    async def _go_back(self, cause: SwapError, pausing: asyncio.Task[None] | None) -> None:
+    async def _go_back(self, cause: SwapError) -> None:
         """Resume on the weights that were never touched, or were loaded again."""
         if cause.slug == "dead":
             return
         self._move(self._cell.machine.unsettled(self._clock.now()).in_phase("resume"))
         if self._cell.machine.poisoned:
             return
-        for last in (False, True):
-            grace = self._timer(GRACE_SECONDS)
-            try:
-                await self._calls.call(
-                    "resuming on the old version",
-                    self._control.resume(),
-                    phase="resume",
-                    deadline=grace,
-                    late=self._late_resume,
-                )
-            except SwapError as error:
-                if not await self._runs(error):
-                    if not last and pausing is not None:
-                        # Data-parallel engines refuse to resume before the pause is there.
-                        self._late_resume()
-                        await self._calls.outlive(pausing)
-                        continue
-                    cause.message += f"; {error.message}: the engine stays paused, {ACTIVATE_AGAIN}"
-                    return
-            finally:
-                grace.cancel()
-            self._resumed()
-            return
+        grace = self._timer(GRACE_SECONDS)
+        try:
+            await self._calls.call(
+                "resuming on the old version",
+                self._control.resume(),
+                phase="resume",
+                deadline=grace,
+                late=self._late_resume,
+            )
+        except SwapError as error:
+            if not await self._runs(error):
+                cause.message += f"; {error.message}: the engine stays paused, {ACTIVATE_AGAIN}"
+                return
+        finally:
+            grace.cancel()
+        self._resumed()
 
     # --- the state, and the answer -------------------------------------------------------------
 

@@ -82,19 +82,6 @@ class SystemClock:
         await asyncio.sleep(seconds)
 
 
-class LateError(SwapError):
-    """The lease ended before a call did; the call goes on inside of the engine.
-
-    Attributes:
-        call: The call.
-    """
-
-    def __init__(self, message: str, call: asyncio.Task[Any], *, phase: Phase) -> None:
-        super().__init__("timeout", message, phase=phase)
-        self.call = call
-        call.add_done_callback(_seen)
-
-
 class Calls:
     """Calls to an engine that end, whatever the engine does.
 
@@ -129,23 +116,21 @@ class Calls:
             phase: Where it stands in an activation.
             deadline: Ends when the lease does.
             late: Called once when the deadline passes, and the call is waited for further. Without
-                it ``LateError`` is raised.
+                it the call is given up: what it has sent to the engine by then comes before all
+                that is sent later, and what it has not is never sent.
 
         Raises:
-            SwapError: ``dead``, or what the call raised, with its code.
-            LateError: See ``late``. The call is still in flight.
+            SwapError: ``dead``, ``timeout`` where it was given up, or what the call raised, with
+                its code.
         """
         task = asyncio.ensure_future(work)
         try:
             await self._wait(what, task, phase, deadline, late)
-        except asyncio.CancelledError:
-            task.cancel()
-            raise
+        finally:
+            if not task.done():
+                task.cancel()
+                task.add_done_callback(_seen)
         return self._result(what, task, phase)
-
-    async def outlive(self, call: asyncio.Task[Any]) -> None:
-        """Wait until a call that was late is over, in whichever way, or the engine is dead."""
-        await asyncio.wait({call, self._watch()}, return_when=asyncio.FIRST_COMPLETED)
 
     async def _wait(
         self,
@@ -164,10 +149,9 @@ class Calls:
             if task.done():
                 return
             if death.done():
-                task.cancel()
                 raise self._is_dead(phase)
             if late is None:
-                raise LateError(f"{what} took longer than the lease", task, phase=phase)
+                raise SwapError("timeout", f"{what} took longer than the lease", phase=phase)
             late()
             deadline = None
 

@@ -62,8 +62,8 @@ class FakeEngine:
     """``EngineControl``. ``script`` says, by point, how the next call there goes.
 
     ``raise``: fails before it does anything. ``lost``: does it, and the answer is lost. ``cancel``:
-    the call is cancelled from within. ``hang``: waits for ``release``, then does it. ``die``: the
-    process ends. ``refused``, ``restored``, ``poisoned``: what the ranks report of ``load``.
+    the call is cancelled from within. ``hang``: waits for ``release``, then does it; the engine has
+    heard of a pause by then. ``unsent``: likewise, and it has not. ``die``: the process ends. ``refused``, ``restored``, ``poisoned``: what the ranks report of ``load``.
     """
 
     def __init__(self, served: Target | None = OLD, **script: str) -> None:
@@ -103,7 +103,7 @@ class FakeEngine:
         if what == "die":
             self.die()
             await asyncio.get_running_loop().create_future()
-        if what == "hang":
+        if what in {"hang", "unsent"}:
             self.hanging.set()
             await self.release.wait()
         return what
