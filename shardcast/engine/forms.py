@@ -39,6 +39,8 @@ SWAPS_HEADER: Final = "Shardcast-Swaps"
 """Beside it: how many swaps had happened then, to be compared with the swap log."""
 ANSWERED_HEADER: Final = "Shardcast-Swaps-Answered"
 """And how many when the answer's headers were sent: for an answer that is not streamed, its end."""
+START_HEADER: Final = "Shardcast-Start"
+"""Which start of a server counted them: a random name. Counts of two starts say nothing of each other."""
 UNKNOWN_VERSION: Final = "unknown"
 """The version header's value while nothing of a run is served, or nobody can tell what is."""
 
@@ -335,6 +337,7 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
         poisoned: Nobody knows which weights are loaded; only a full activation helps.
         lag: How many versions ``served`` is behind ``newest``; null where either is unknown.
         swap_count: Swaps since the server started, those that left the log included.
+        start: A random name of that start, as in the header beside the counts; empty: not told.
         keep_allowed: Whether ``requests: keep`` is (every request is salted by version).
     """
 
@@ -354,6 +357,7 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     max_lag: Count | None = None
     last_failure: Failure | None = None
     swap_count: Count = 0
+    start: str = ""
     swaps: Annotated[list[Swap], msgspec.Meta(max_length=MAX_SWAPS)] = []
     lora: Annotated[list[Lora], msgspec.Meta(max_length=MAX_LORAS)] = []
     keep_allowed: bool = False

@@ -3,7 +3,8 @@
 A client that keeps rollouts for training calls ``stamp`` with the headers of each answer. An answer
 that was not streamed says by itself whether a swap fell into it. A streamed one has its headers at
 its beginning, so the engine's state, read after the last token, must say whether any swap came
-since; one read serves many answers. Whatever is not certain is marked ambiguous, never guessed.
+since; one read serves many answers. A server that was started again counts swaps anew: both must be of
+one start. Whatever is not certain is marked ambiguous, never guessed.
 
 Where the server offers it (``/inference/v1/generate``), every token's version is known: ``spans_of``.
 """
@@ -16,6 +17,7 @@ from typing import Any, Final
 
 from shardcast.engine.forms import (
     ANSWERED_HEADER,
+    START_HEADER,
     SWAPS_HEADER,
     VERSION_HEADER,
     EngineState,
@@ -74,7 +76,7 @@ def stamp(
         headers: The answer's, in any case.
         state: The engine's state, read after the answer's last token. Needed for a streamed
             answer; for another one it only tells which swap fell into it.
-        streamed: Whether the answer was streamed.
+        streamed: Whether the answer was streamed. One of ``text/event-stream`` is, in any case.
 
     Raises:
         MalformedError: If the headers are not there: the server runs without our plug-ins, or a
@@ -85,20 +87,25 @@ def stamp(
     if label is None:
         raise MalformedError(f"the answer has no {VERSION_HEADER} header")
     admitted = _number(found, SWAPS_HEADER)
-    last: int | None = _number(found, ANSWERED_HEADER)
-    if streamed:
-        last = None if state is None else state.swap_count
+    last = _number(found, ANSWERED_HEADER)
     identity = parse_label(label)
     if identity is None:
         why = "the engine served no version of a run when the request was admitted"
         return Stamp(None, True, why, (label,))
-    if last is None:
-        return Stamp(identity, True, "a streamed answer needs the state after its end", (label,))
+    other = _other_start(found.get(START_HEADER.lower(), ""), state)
+    if streamed or found.get("content-type", "").lower().startswith("text/event-stream"):
+        if state is None:
+            why = "a streamed answer needs the state after its end"
+            return Stamp(identity, True, why, (label,))
+        if other:
+            return Stamp(identity, True, other, (label,))
+        last = state.swap_count
     if last < admitted:
-        return Stamp(identity, True, "the server was restarted since", (label,))
+        return Stamp(identity, True, "its counts of swaps go back", (label,))
     if last == admitted:
         return Stamp(identity, False, "", (label,))
-    return _over_swaps(identity, label, range(admitted + 1, last + 1), state)
+    log = {} if state is None or other else {swap.n: swap for swap in state.swaps}
+    return _over_swaps(identity, label, range(admitted + 1, last + 1), log)
 
 
 def spans_of(weight_versions: Sequence[Mapping[str, Any]]) -> tuple[Span, ...]:
@@ -119,8 +126,19 @@ def spans_of(weight_versions: Sequence[Mapping[str, Any]]) -> tuple[Span, ...]:
     return tuple(spans)
 
 
-def _over_swaps(identity: Identity, label: str, numbers: range, state: EngineState | None) -> Stamp:
-    log = {} if state is None else {swap.n: swap for swap in state.swaps}
+def _other_start(start: str, state: EngineState | None) -> str:
+    """Return why a state's counts say nothing of an answer's; empty where they do."""
+    if state is None or (start and start == state.start):
+        return ""
+    if start and state.start:
+        return "the server was restarted since, or the state is another server's"
+    return (
+        f"no {START_HEADER} in headers or state (an older release of shardcast-cdn?): the server may have"
+        " been restarted since"
+    )
+
+
+def _over_swaps(identity: Identity, label: str, numbers: range, log: Mapping[int, Swap]) -> Stamp:
     swaps: list[Swap | None] = [log.get(number) for number in numbers]
     known = [swap for swap in swaps if swap is not None]
     others = [swap.to or "unknown" for swap in known if swap.to != label]

@@ -22,6 +22,7 @@ from shardcast.engine.forms import (
     NEWEST_PATH,
     READY_PATH,
     STAGE_PATH,
+    START_HEADER,
     STATE_PATH,
     VERSION_HEADER,
     Identity,
@@ -134,6 +135,7 @@ def test_an_engine_from_elsewhere_is_synced_before_it_is_labelled(
     assert again.json["choices"][0]["token_ids"] == answer.json["choices"][0]["token_ids"]
     stamped = stamp(again.headers)
     assert stamped.identity == versions[0].identity
+    assert again.headers[START_HEADER.lower()] == plain.state().start != ""
     assert not stamped.ambiguous
     # Once more: nothing is done.
     count = plain.state().swap_count

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -47,12 +48,15 @@ class Endpoints:
         self._api: Api | None = None
         self._swapper: Swapper | None = None
         self._salting = os.environ.get(SALT_VARIABLE, "") == "1"
+        self._start = secrets.token_hex(8)
 
     def attach_router(self, app: FastAPI) -> None:
         """Add the routes, and what stamps and salts every other request."""
         for method, path in ROUTES:
             app.add_route(path, self._answer, methods=[method], include_in_schema=False)
-        app.add_middleware(VersionMiddleware, machine=self._machine, salting=self._salting)
+        app.add_middleware(
+            VersionMiddleware, machine=self._machine, start=self._start, salting=self._salting
+        )
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Find out what the engine serves. Never fails: what is wrong is said by every route."""
@@ -69,6 +73,7 @@ class Endpoints:
             keep_refusal=keep_refusal(settings, salting=self._salting),
             may_sleep=settings.may_sleep,
             unsupported=refusal(settings),
+            start=self._start,
         )
         control = VllmControl(engine_client, may_sleep=settings.may_sleep)
         swapper = Swapper(control, facts, SystemClock())

@@ -17,6 +17,7 @@ succeeds.
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -258,6 +259,7 @@ async def attach(client: Any, *, salted: bool = False) -> Swapper:
         plugin_version=shardcast.__version__,
         keep_refusal=keep_refusal(settings, salting=salted),
         may_sleep=settings.may_sleep,
+        start=secrets.token_hex(8),
     )
     control = VllmControl(client, may_sleep=settings.may_sleep)
     swapper = Swapper(control, facts, SystemClock())

@@ -71,6 +71,8 @@ class Facts:
     """Why this server cannot be driven at all, and who must do what; empty where it can."""
     may_sleep: bool = False
     """Whether sleep mode is on: somebody else may have the ranks throw their weights away."""
+    start: str = ""
+    """A random name of this start of the server, beside every count of swaps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +203,7 @@ class Machine:
             max_lag=None if self.newest is None else self.newest.max_lag,
             last_failure=self.last_failure,
             swap_count=self.swap_count,
+            start=facts.start,
             swaps=list(self.swaps),
             lora=list(self.lora),
             keep_allowed=not facts.keep_refusal,

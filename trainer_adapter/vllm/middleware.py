@@ -17,6 +17,7 @@ from blake3 import blake3
 from shardcast.engine.forms import (
     ANSWERED_HEADER,
     API_PREFIX,
+    START_HEADER,
     SWAPS_HEADER,
     UNKNOWN_VERSION,
     VERSION_HEADER,
@@ -97,16 +98,20 @@ def salted(body: bytes, salt: str) -> bytes:
 class VersionMiddleware:
     """Stamps answers with the version at admission; salts requests by it if it was told to."""
 
-    def __init__(self, app: App, *, machine: Callable[[], Machine], salting: bool) -> None:
+    def __init__(
+        self, app: App, *, machine: Callable[[], Machine], start: str, salting: bool
+    ) -> None:
         """Stand in front of ``app``.
 
         Args:
             app: The next one.
             machine: Returns the state of this moment.
+            start: Names this start of the server (``Facts.start``).
             salting: Whether requests are salted.
         """
         self._app = app
         self._machine = machine
+        self._start = start.encode()
         self._salting = salting
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -146,6 +151,7 @@ class VersionMiddleware:
                     (VERSION_HEADER.lower().encode(), label.encode()),
                     (SWAPS_HEADER.lower().encode(), str(swaps).encode()),
                     (ANSWERED_HEADER.lower().encode(), str(self._machine().swap_count).encode()),
+                    (START_HEADER.lower().encode(), self._start),
                 ]
             await send(message)
 

@@ -90,7 +90,7 @@ def test_a_state_as_it_has_always_been() -> None:
         name: {**STATE[name], "nonfinite": ""}  # type: ignore[dict-item]
         for name in ("served", "staged")
     }
-    assert json.loads(write(state)) == {**STATE, **later}
+    assert json.loads(write(state)) == {**STATE, **later, "start": ""}
     assert state.served == Served(version=56, digest=A, step=560, since=1)
     assert isinstance(state.staged, Staged)
     assert isinstance(state.activating, Activating)

@@ -9,13 +9,14 @@ import pytest
 
 from shardcast.engine.forms import (
     ANSWERED_HEADER,
+    START_HEADER,
     STATE_PATH,
     SWAPS_HEADER,
     VERSION_HEADER,
     label_of,
 )
 from tests.unit.swapping.engine import NEW, OLD
-from trainer_adapter.vllm.machine import Machine
+from trainer_adapter.vllm.machine import Facts, Machine
 from trainer_adapter.vllm.middleware import (
     HARMLESS,
     SALTED,
@@ -37,7 +38,9 @@ class Server:
         self.after: Machine | None = None
         self.bodies: list[bytes] = []
         self.scopes: list[Scope] = []
-        self.app = VersionMiddleware(self._inner, machine=lambda: self.machine, salting=salting)
+        self.app = VersionMiddleware(
+            self._inner, machine=lambda: self.machine, start="5eed", salting=salting
+        )
 
     async def _inner(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scopes.append(scope)
@@ -91,6 +94,8 @@ async def test_answers_carry_the_version_at_admission_and_the_swaps() -> None:
     assert headers[VERSION_HEADER.lower()] == label_of(OLD.identity)
     assert headers[SWAPS_HEADER.lower()] == "0"
     assert headers[ANSWERED_HEADER.lower()] == "0"
+    facts = Facts(engine_version="0.32.0", plugin_version="0.1.0", start="5eed")
+    assert headers[START_HEADER.lower()] == server.machine.view(facts).start == "5eed"
     assert headers["x"] == "y"
     server.after = server.machine.settled(NEW, 2)
     _, headers = await server.ask("/v1/completions", b"{}")

@@ -12,15 +12,20 @@ from tests.unit.swapping.engine import NEW, OLD
 OLD_LABEL, NEW_LABEL = label_of(OLD.identity), label_of(NEW.identity)
 
 
-def headers(label: str = OLD_LABEL, swaps: int = 3, answered: int = 3) -> dict[str, str]:
+def headers(
+    label: str = OLD_LABEL, swaps: int = 3, answered: int = 3, start: str = "a"
+) -> dict[str, str]:
     return {
         "Shardcast-Version": label,
         "shardcast-swaps": str(swaps),
         "SHARDCAST-SWAPS-ANSWERED": str(answered),
+        "Shardcast-Start": start,
     }
 
 
-def state(*swaps: tuple[int, str | None], count: int | None = None) -> EngineState:
+def state(
+    *swaps: tuple[int, str | None], count: int | None = None, start: str = "a"
+) -> EngineState:
     log = [
         Swap(n=n, from_=None, to=to, paused_at=1, resumed_at=2, pause_ms=1, requests="recompute")
         for n, to in swaps
@@ -31,6 +36,7 @@ def state(*swaps: tuple[int, str | None], count: int | None = None) -> EngineSta
         plugin_version="0.1.0",
         swaps=log,
         swap_count=log[-1].n if count is None else count,
+        start=start,
     )
 
 
@@ -77,8 +83,36 @@ def test_a_log_that_does_not_reach_back_leaves_it_ambiguous() -> None:
     assert stamp(headers(), state((4, None), count=4), streamed=True).candidates[-1] == "unknown"
 
 
-def test_a_server_that_was_restarted() -> None:
-    assert "restarted" in stamp(headers(), state((1, OLD_LABEL)), streamed=True).why
+def test_an_event_stream_is_streamed_whoever_forgets_to_say_so() -> None:
+    stream = headers() | {"Content-Type": "text/event-stream; charset=utf-8"}
+    assert stamp(stream).ambiguous
+    assert not stamp(stream, state((3, OLD_LABEL))).ambiguous
+    assert stamp(stream, state((3, OLD_LABEL), (4, NEW_LABEL))).ambiguous
+    assert not stamp(headers() | {"content-type": "application/json"}).ambiguous
+
+
+@pytest.mark.parametrize("count", [1, 3, 4])
+def test_counts_of_a_server_that_was_restarted_or_of_another_one_say_nothing(count: int) -> None:
+    """The swap that fell into the answer is in no log any more; the new process counts from 0."""
+    later = state(count=count, start="b")
+    one = stamp(headers(), later, streamed=True)
+    assert one.ambiguous
+    assert "restarted" in one.why
+    assert not stamp(headers(), later).ambiguous  # not streamed: its own headers say all
+    gone_on = state((4, OLD_LABEL), start="b")
+    assert stamp(headers(answered=4), gone_on).ambiguous  # swap 4 of another process
+
+
+@pytest.mark.parametrize(("mine", "its"), [("", ""), ("a", ""), ("", "a")])
+def test_a_server_that_names_no_start_may_have_been_restarted(mine: str, its: str) -> None:
+    one = stamp(headers(start=mine), state((3, OLD_LABEL), start=its), streamed=True)
+    assert one.ambiguous
+    assert "Shardcast-Start" in one.why
+    assert not stamp(headers(start=mine)).ambiguous
+
+
+def test_counts_that_go_back_are_certain_of_nothing() -> None:
+    assert stamp(headers(swaps=3, answered=2)).ambiguous
 
 
 def test_an_engine_that_serves_no_version() -> None:
