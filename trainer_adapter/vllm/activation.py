@@ -85,6 +85,7 @@ class Activation:
         self._after_load = after_load
         self._observer = observer
         self._name = f"version {target.version}"
+        self._adapters_lost = False
         self._phases_ms: dict[str, float] = {}
         self._pause_began: float | None = None
         self._pause_seconds: float | None = None
@@ -296,6 +297,7 @@ class Activation:
             problems = [error.message]
         finally:
             self._took("lora", began)
+        self._adapters_lost = bool(problems)
         if problems:
             gone = SwapError("failed", "; ".join(problems), phase="lora")
             log.error("LoRA adapters are gone after the swap: %s", gone)
@@ -402,8 +404,7 @@ class Activation:
             machine = machine.failed(error, self._target.version, self._clock.now())
             if error.slug == "dead":
                 machine = machine.died(self._control.dead() or "it ended")
-        lora = machine.last_failure is not None and machine.last_failure.phase == "lora"
-        self._move(machine.ended(well=error is None and not lora))
+        self._move(machine.ended(well=error is None and not self._adapters_lost))
         if self._observer is not None:
             kept = "not_ready" if self._cell.machine.why_not_ready() else "kept"
             self._observer.ended("activated" if error is None else kept, self._pause_seconds)

@@ -27,7 +27,16 @@ from shardcast.engine.forms import (
     read_answer,
 )
 from shardcast.errors import IntegrityError, MalformedError, MixAndMatchError
-from tests.unit.swapping.engine import NEW, OLD, FakeClock, FakeEngine, FakeHost, Lease, Leases
+from tests.unit.swapping.engine import (
+    NEW,
+    NEXT,
+    OLD,
+    FakeClock,
+    FakeEngine,
+    FakeHost,
+    Lease,
+    Leases,
+)
 from trainer_adapter.vllm.adapters import Adapters, model_name
 from trainer_adapter.vllm.api import Api, Call, Reply, is_near
 from trainer_adapter.vllm.machine import Facts
@@ -255,6 +264,19 @@ async def test_an_adapter_that_does_not_come_back_is_said(server: Server) -> Non
     assert state.last_failure is not None
     assert state.last_failure.phase == "lora"
     assert model in state.last_failure.message
+
+
+async def test_an_adapter_that_comes_back_with_the_next_swap_is_no_failure_any_more(
+    server: Server,
+) -> None:
+    await server.post(LORA_PATH, lora(OLD))
+    model = model_name("style", OLD.identity)
+    server.host.broken = {model}
+    await server.post(ACTIVATE_PATH, members(NEW))
+    server.host.broken = set()
+    assert (await server.post(ACTIVATE_PATH, members(NEXT))).status == 200
+    assert adapters(server) == {model: True}
+    assert server.swapper.state.last_failure is None
 
 
 async def test_an_adapter_whose_files_were_changed_is_not_put_back(server: Server) -> None:
