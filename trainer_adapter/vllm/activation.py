@@ -97,6 +97,7 @@ class Activation:
         self._deadline = self._timer(self._request.lease_s)
         try:
             await self._stage()
+            await self._refuse_asleep()
             await self._pause()
             await self._load()
             await self._adapters()
@@ -125,24 +126,14 @@ class Activation:
     async def _stage(self) -> None:
         began = self._clock.monotonic()
         try:
-            asleep = await self._calls.call(
-                "asking whether the engine sleeps",
-                self._control.is_asleep(),
-                phase="check",
-                deadline=self._deadline,
-            )
-            if asleep and not self._cell.machine.left_paused:
-                why = "the engine is asleep, or paused by somebody: wake it up, then activate"
-                raise SwapError("refused", why, phase="check")
             report = await self._calls.call(
                 f"staging {self._name}",
                 stage(self._control, self._clock, self._target),
                 phase="stage",
                 deadline=self._deadline,
             )
-        except SwapError as error:
-            if error.phase == "stage":  # the ranks have given up what they held
-                self._move(self._cell.machine.holds(None, self._clock.now()))
+        except SwapError:  # the ranks have given up what they held before, and may still be at it
+            self._move(self._cell.machine.holds(None, self._clock.now()))
             raise
         finally:
             self._took("stage", began)
@@ -162,6 +153,23 @@ class Activation:
         )
         self._requests = "recompute"
         self._move(self._cell.machine.handling(self._requests))
+
+    async def _refuse_asleep(self) -> None:
+        """Look whether there is a model to load into, as late as that can be known.
+
+        vLLM says of every paused engine that it sleeps, so after the pause nobody can tell; staging
+        asks nothing of the memory that a sleeping engine has given away.
+        """
+        self._move(self._cell.machine.in_phase("check"))
+        asleep = await self._calls.call(
+            "asking whether the engine sleeps",
+            self._control.is_asleep(),
+            phase="check",
+            deadline=self._deadline,
+        )
+        if asleep and not self._cell.machine.left_paused:
+            why = "the engine is asleep, or paused by somebody: wake it up, then activate"
+            raise SwapError("refused", why, phase="check")
 
     async def _pause(self) -> None:
         self._move(self._cell.machine.in_phase("pause").pausing(self._clock.now()))

@@ -26,7 +26,7 @@ OLD, NEW, NEXT = (
 )
 ELSEWHERE = Target(run="elsewhere", version=1, digest="e" * 64, path="/elsewhere")
 
-POINTS = ("asleep", "stage", "pause", "load", "label", "resume")
+POINTS = ("stage", "asleep", "pause", "load", "label", "resume")
 """The calls of an activation, in their order."""
 
 

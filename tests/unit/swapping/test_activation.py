@@ -159,7 +159,7 @@ async def test_a_version_is_staged_paused_for_loaded_labelled_and_resumed(make: 
     answer = await world.activate(NEW)
     assert world.outcome() == "a"
     calls = [name for name in world.engine.calls if name in POINTS]
-    assert calls == ["asleep", "stage", "pause", "load", "label", "resume"]
+    assert calls == ["stage", "asleep", "pause", "load", "label", "resume"]
     assert answer.activated.digest == NEW.digest
     assert answer.pause_ms > 0
     assert set(answer.phases_ms) >= {"stage", "pause", "load", "resume"}
@@ -579,6 +579,23 @@ async def test_a_sleeping_engine_is_not_touched(make: Make) -> None:
         await world.activate(NEW)
     assert caught.value.slug == "refused"
     assert world.outcome() == "b"
+
+
+async def test_an_engine_that_falls_asleep_while_it_stages_is_not_touched(make: Make) -> None:
+    world = await make(FakeEngine())
+    task = await hung(world, "stage")
+    world.engine.sleeping = True
+    world.engine.release.set()
+    with pytest.raises(SwapError, match="wake it up") as caught:
+        await soon(task)
+    assert (caught.value.slug, caught.value.phase) == ("refused", "check")
+    assert not {"pause", "load", "resume"} & set(world.engine.calls)
+    assert world.outcome() == "b"
+    staged = world.swapper.state.staged
+    assert staged is not None
+    assert staged.digest == NEW.digest
+    world.engine.sleeping = False
+    assert (await world.activate(NEW)).state.ready
 
 
 async def test_a_pause_of_our_own_is_not_taken_for_sleep(make: Make) -> None:
