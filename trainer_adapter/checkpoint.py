@@ -213,8 +213,8 @@ class Checkpoint:
         self._hash(weights, progress, threads, stopping)
         self.specs = self._read_headers(weights)
         for path in weights:
-            _make_resident(self._files[path])
-        if (reason := self.changed()) is not None:
+            _make_resident(self._files[path], stopping)
+        if (reason := self._difference()) is not None:
             raise IntegrityError(f"{reason} while it was verified", source=str(self.directory))
         self.verified = True
 
@@ -228,6 +228,9 @@ class Checkpoint:
             ShardcastError: If neither are what was published.
         """
         self.verified = False
+        if not self.specs:  # the last time it broke off: what is open is not all of it
+            self.verify()
+            return
         try:
             for file in self._files.values():
                 file.reopened()
@@ -250,8 +253,14 @@ class Checkpoint:
     def changed(self) -> str | None:
         """Say why the files cannot be taken for what was verified any more, or None.
 
+        Also those that never were, or no longer are: after a ``verify`` that failed, or ``close``.
         A few microseconds a file; reads nothing.
         """
+        if not self.verified:
+            return f"version {self.version.number} is not verified"
+        return self._difference()
+
+    def _difference(self) -> str | None:
         for file in self._files.values():
             try:
                 now = _identity(os.fstat(file.fd))
@@ -277,9 +286,11 @@ class Checkpoint:
             Tensor, file, value and place of one of them; empty where all numbers are finite.
 
         Raises:
+            IntegrityError: If it is not verified.
             ModifiedError: If a file was cut off since.
             DiskError: If the system refuses.
         """
+        self._require_verified()
         places = [
             Place(
                 spec.file,
@@ -480,11 +491,12 @@ class Checkpoint:
                 is an error and not a signal.
 
         Raises:
-            IntegrityError: If a file has shrunk (``copied``).
+            IntegrityError: If it is not verified, or a file has shrunk (``copied``).
             DiskError: If the system refuses.
         """
         import torch
 
+        self._require_verified()
         for spec in self.specs.values():
             dtype = getattr(torch, spec.dtype)
             if spec.length == 0:
@@ -501,6 +513,14 @@ class Checkpoint:
             width = spec.length // math.prod(spec.shape)
             source = view if spec.offset % width == 0 else bytearray(view)
             yield spec.name, torch.frombuffer(source, dtype=dtype).reshape(spec.shape)
+
+    def _require_verified(self) -> None:
+        """Refuse to hand out tensors of nothing: unverified it may know none, and that is no model."""
+        if not self.verified:
+            raise IntegrityError(
+                f"version {self.version.number} is not verified: nothing is loaded from it",
+                source=str(self.directory),
+            )
 
     def _read(self, spec: Spec, into: memoryview) -> None:
         with disk_errors(self.directory / spec.file, "reading"):
@@ -525,6 +545,7 @@ class Checkpoint:
 
     def close(self) -> None:
         """Give the lease and the descriptors back; tensors that are in use stay good."""
+        self.verified = False
         self._forget_files()
         if self._lease >= 0:
             os.close(self._lease)
@@ -655,15 +676,20 @@ def _leased(directory: Path) -> int:
         raise
 
 
-def _make_resident(file: _File) -> None:
+def _make_resident(file: _File, stopping: Callable[[], bool]) -> None:
     """Have the kernel map all pages now, so that loading waits for none.
 
     Where it cannot (before Linux 5.14) the pages are in the page cache at least, since they were
     hashed; a file that shrank is found out by its identity.
+
+    Raises:
+        StoppedError: If ``stopping``, which is asked before each piece, said so.
     """
     size = file.identity[2]
     with contextlib.suppress(OSError):
         for start in range(0, size, _POPULATE_BYTES):  # each call keeps all other threads waiting
+            if stopping():
+                raise StoppedError("given up for another version", source=file.path)
             file.mapped().madvise(_POPULATE_READ, start, min(_POPULATE_BYTES, size - start))
 
 

@@ -91,11 +91,17 @@ class Command(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a rank is with the version that it is staging."""
+    """How far a rank is with the version that it is staging.
+
+    Attributes:
+        done: How many of ``bytes`` it has hashed and looked at.
+        steps: Grows with whatever it does, also where it hashes nothing: maps pages, packs weights.
+    """
 
     digest: str
     done: int
     bytes: int
+    steps: int = 0
 
 
 class RankFailure(msgspec.Struct, frozen=True, kw_only=True):
@@ -220,7 +226,7 @@ def combine(replies: Sequence[object]) -> Report:
         },
         served=_common([r.served for r in ranks]),
         staged=_common([r.staged for r in ranks]),
-        staging=min(staging, key=lambda one: one.done) if staging else None,
+        staging=min(staging, key=lambda one: (one.done, one.steps)) if staging else None,
         failed=None if failed is None else failed.failed,
         poisoned="" if poisoned is None else poisoned.poisoned,
         suspect=next((r.suspect for r in ranks if r.suspect), ""),

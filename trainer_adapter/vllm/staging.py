@@ -12,7 +12,7 @@ POLL_SECONDS: Final = 0.02
 """An ask comes between two steps of the engine and costs it well under a millisecond."""
 SLOWEST_POLL_SECONDS: Final = 0.5
 STALL_SECONDS: Final = 120.0
-"""Without a single byte more for so long, a disk does not answer."""
+"""Without a single step more for so long (a megabyte hashed, a tensor packed), a disk does not answer."""
 
 
 def verdict(report: Report, target: Target) -> bool:
@@ -42,7 +42,7 @@ class Staging:
 
     def __init__(self, target: Target, now: float) -> None:
         self._target = target
-        self._moved, self._done = now, -1
+        self._moved, self._at = now, (-1, -1)
         self._wait = POLL_SECONDS
 
     def over(self, report: Report, now: float) -> bool:
@@ -57,13 +57,14 @@ class Staging:
         """
         if verdict(report, self._target):
             return True
-        done = report.staging.done if report.staging is not None else -1
-        if done != self._done:
-            self._moved, self._done = now, done
+        staging = report.staging
+        at = (-1, -1) if staging is None else (staging.done, staging.steps)
+        if at != self._at:
+            self._moved, self._at = now, at
         elif now - self._moved > STALL_SECONDS:
             raise SwapError(
                 "unavailable",
-                f"reading {self._target.path} has stood still for {STALL_SECONDS:.0f} s",
+                f"staging {self._target.path} has stood still for {STALL_SECONDS:.0f} s",
                 phase="stage",
             )
         return False

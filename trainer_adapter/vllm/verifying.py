@@ -44,7 +44,8 @@ class Prepare(Protocol):
 
         Raises:
             EngineRefusedError: If it could not; names the tensor.
-            StoppedError: If ``stopping`` said so.
+            StoppedError: If ``stopping`` said so. It is to be asked at every step of the work: whoever
+                waits for it sees by that, too, that it gets on.
         """
         ...
 
@@ -140,7 +141,7 @@ class Verifier:
         job = self._job
         if job is None or not job.running:
             return None
-        return Progress(digest=job.target.digest, done=job.done, bytes=job.bytes)
+        return Progress(digest=job.target.digest, done=job.done, bytes=job.bytes, steps=job.steps)
 
     def failure(self) -> RankFailure | None:
         """Return how the last staging ended, if it failed."""
@@ -169,6 +170,7 @@ class _Job:
         self.target = target
         self.done = 0
         self.bytes = 0
+        self.steps = 0
         self.checkpoint: Checkpoint | None = None
         self.ready: Ready | None = None
         self.error: Exception | None = None
@@ -199,11 +201,11 @@ class _Job:
             self.bytes = checkpoint.bytes
             step = checkpoint.version.layout.step  # the publisher's, whatever a request says
             self.target = replace(self.target, step=step)
-            checkpoint.verify(self._count, threads=self._threads, stopping=self._stop.is_set)
+            checkpoint.verify(self._count, threads=self._threads, stopping=self._stopping)
             self._look(checkpoint)
             with self._checking:
                 if not self._stop.is_set():
-                    ready = self._prepare(checkpoint, self._stop.is_set)
+                    ready = self._prepare(checkpoint, self._stopping)
         except Exception as error:
             if not isinstance(error, (ShardcastError, StoppedError)):
                 log.exception("staging version %d", self.target.version)
@@ -218,7 +220,7 @@ class _Job:
     def _look(self, checkpoint: Checkpoint) -> None:
         """Look for NaN and infinities: they do not stop it, and are told (``residue``)."""
         self.bytes += checkpoint.floats
-        found = checkpoint.nonfinite(self._count, threads=self._threads, stopping=self._stop.is_set)
+        found = checkpoint.nonfinite(self._count, threads=self._threads, stopping=self._stopping)
         if found:
             log.warning("version %d: %s", self.target.version, found)
         self.target = replace(self.target, nonfinite=found)
@@ -229,6 +231,12 @@ class _Job:
             checkpoint, self.checkpoint = self.checkpoint, None
             ready, self.ready = self.ready, None
         _close(checkpoint, ready)
+
+    def _stopping(self) -> bool:
+        """Say whether to give up. Whatever asks has got on by a step: it asks once for each."""
+        with self._counting:
+            self.steps += 1
+        return self._stop.is_set()
 
     def _count(self, count: int) -> None:
         with self._counting:
