@@ -17,11 +17,18 @@ from shardcast.canary import Canary, canary_in
 from shardcast.engine.adapters import Use, use_of
 from shardcast.engine.board import AgentOptions, Board, Slots, stored_head
 from shardcast.engine.driver import Engine, Target
+from shardcast.engine.forms import Identity
 from shardcast.engine.leases import Leases
 from shardcast.engine.metrics import EngineMetrics
 from shardcast.engine.minder import Minder
 from shardcast.engine.repairs import Repair, Repairs
-from shardcast.errors import EngineError, EngineKeyError, MalformedError, UsageError
+from shardcast.errors import (
+    DiskError,
+    EngineError,
+    EngineKeyError,
+    MalformedError,
+    UsageError,
+)
 from shardcast.events import EventKind, WorkerEvent
 from shardcast.protocol.head import Head
 from shardcast.protocol.manifest import Version
@@ -74,13 +81,14 @@ class Agent:
         self._store = RunStore(out, run)
         self._emit = emit
         self._head: Head | None = None
+        self._current: Target | None = None
         self._given_head: Callable[[], Head | None] = lambda: None
         self._options = options or AgentOptions()
         rng = rng or random.Random()  # noqa: S311 - spreads load, keeps no secret
         self._board = Board(
             run=run,
             options=self._options,
-            leases=Leases(self._store),
+            leases=Leases(self._store, self._refused),
             slots=Slots(self._options.max_swapping, self._wake),
             head=self._newest_head,
             retain=self._retain,
@@ -156,14 +164,16 @@ class Agent:
                 raise result
 
     def update(self, target: Target) -> None:
-        """A version is current on this disk, and whole."""
-        if self._board.leases.hold(target):  # else it is being evicted, and a newer one comes
-            self._board.target, self._board.use = target, self._use_of(target)
-            self.metrics.current.set(target.version)
+        """A version is current on this disk, and whole.
+
+        Where the system refuses to hold it, that is told, and tried again.
+        """
+        self._current = target
         self.look()
 
     def look(self) -> None:
         """Something may have changed: a head came."""
+        self._take_current()
         newest = self._board.newest
         if newest is not None:
             self.metrics.newest.set(newest)
@@ -189,10 +199,43 @@ class Agent:
         for minder in self._minders:
             minder.wake.set()
 
+    def _take_current(self) -> None:
+        """Hold the version that is current; once that is done engines are to take it."""
+        target, board = self._current, self._board
+        if target is None:
+            return
+        if target == board.target and target.digest in board.leases.targets:
+            return
+        if not board.leases.hold(target):
+            return  # it is being evicted, and a newer one comes; or it is held at a later look
+        try:
+            use = self._use_of(target)
+        except DiskError as error:
+            board.leases.refuse(target.identity, error)
+            return
+        board.target, board.use = target, use
+        self.metrics.current.set(target.version)
+        self._wake()
+
+    def _refused(self, identity: Identity, error: DiskError) -> None:
+        self._emit(
+            WorkerEvent(
+                kind=EventKind.ERROR,
+                run=self.run_name,
+                version=identity.version,
+                manifest=identity.digest,
+                error=DiskError(
+                    f"version {identity.version} cannot be kept for engines, which is tried again: "
+                    f"{error.message}",
+                    source=error.source,
+                ),
+            )
+        )
+
     def _retain(self) -> None:
+        self._take_current()
         needed = set[str]().union(*(minder.needs for minder in self._minders))
-        if self._board.target is not None:
-            needed.add(self._board.target.digest)
+        needed |= {one.digest for one in (self._board.target, self._current) if one is not None}
         self._board.leases.keep(needed)
         self._board.repairs.keep(needed)
 
