@@ -494,9 +494,9 @@ class Checkpoint:
             IntegrityError: If it is not verified, or a file has shrunk (``copied``).
             DiskError: If the system refuses.
         """
+        self._require_verified()
         import torch
 
-        self._require_verified()
         for spec in self.specs.values():
             dtype = getattr(torch, spec.dtype)
             if spec.length == 0:

@@ -4,10 +4,12 @@ An activation ends in one of five ways, and every rank in the same one (``ranks`
 
 1. *check*: is it staged, are the files still those that were hashed? All ranks say; if any says no,
    none touches its model: **refused**.
-2. *load*: the whole reload, and a wipe of the KV memory where NaN may lie in it (``residue``). All ranks say how it went, and whether the files are still the same;
-   if all are well, the new version is served from here on: **activated**.
-3. *restore*: otherwise every rank loads what it served before from the files
-   that it still holds. If that succeeds everywhere: **restored**, else **poisoned**.
+2. *load*: the whole reload, and a wipe of the KV memory where NaN may lie in it (``residue``). All
+   ranks say how it went, and whether the files are still the same; if all are well, the new version
+   is served from here on: **activated**.
+3. *restore*: otherwise every rank loads what it served before from the files that it still holds; one
+   that was poisoned wipes its KV memory as well. If that succeeds everywhere: **restored**, else
+   **poisoned**.
 
 While the model is being written to, the rank counts as poisoned; only the end of 2 or 3 clears it.
 So an exception that nobody foresaw leaves it poisoned, never mislabelled.
@@ -203,6 +205,7 @@ class Rank:
             problems = self._agreed(self._load_held)
         if not any(problems):
             self._poisoned = ""
+            self._residue.goes_back_to(self._served)
             back = self._served.version if self._served is not None else None
             message = f"{message}; version {back} was loaded again"
             return self._reply("restored", "failed", message, "load", phases)
@@ -214,10 +217,11 @@ class Rank:
         held = self._held
         if held is None:
             raise RuntimeError("what was served before was booted from elsewhere, and is not held")
-        if held.changed() is not None:
+        if held.changed() is not None:  # also where it could not be verified the last time
             held.verify_again()
         held.map_again()
         self._load(held, lambda: self._weights.load(held))
+        self._residue.wipe_unknown()
 
     def _agreed(self, work: Callable[[], None]) -> list[str]:
         """Do it; return what became of it on every rank, empty where it went well."""

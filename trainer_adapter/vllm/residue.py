@@ -4,7 +4,8 @@ NaN in the memory reaches the answers of later weights (``kv_memory``). Zeroing 
 as long as loading as many bytes, so it is done only where NaN may lie there:
 
 - weights that were not all finite have been served: known from staging, or from the boot;
-- nobody knows what was served, because the rank was poisoned;
+- nobody knows what was served, because the rank was poisoned: then going back to the old version wipes
+  it as well, after which there need be no other load;
 - the last layers' keys and values hold NaN or infinities: finite weights that overflow, or those of an
   engine that was booted from elsewhere. The staging thread looks, while the engine serves. What such an
   engine was booted with was never looked at: then the pause looks as well, or, where the memory cannot
@@ -49,6 +50,7 @@ class Residue:
         """Know nothing of what the engine was booted with."""
         self._memory = memory
         self._known = False
+        self._lost = False
         self._why = ""
         self._seen = ""
 
@@ -59,14 +61,20 @@ class Residue:
 
     def serves(self, target: Target) -> None:
         """Take down which weights are served from here on, in a memory that is clean."""
-        self._known, self._seen = True, ""
+        self._known, self._lost, self._seen = True, False, ""
         self._why = f"version {target.version} is served: {target.nonfinite}"
         if not target.nonfinite:
             self._why = ""
 
     def lost(self) -> None:
         """Take down that nobody knows which weights are loaded."""
+        self._lost = True
         self._why = self._why or "nobody knew which weights were loaded"
+
+    def goes_back_to(self, target: Target | None) -> None:
+        """Take down that what was served before was loaded again, after ``wipe_unknown``."""
+        if self._lost and target is not None:
+            self.serves(target)
 
     def preparing(self, prepare: Prepare) -> Prepare:
         """Return ``prepare``, which looks at the memory first, in the staging thread."""
@@ -116,3 +124,12 @@ class Residue:
         log.warning("wiping the KV memory: %s", self.suspect)
         self._memory.wipe()
         return True
+
+    def wipe_unknown(self) -> None:
+        """Wipe the memory if nobody knows with which weights it was filled.
+
+        Raises:
+            Exception: If the device refuses.
+        """
+        if self._lost:
+            self.wipe()

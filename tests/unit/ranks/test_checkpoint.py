@@ -121,6 +121,32 @@ def test_a_change_after_verifying_is_seen_by_identity(tmp_path: Path) -> None:
         assert "is gone" in str(checkpoint.changed())
 
 
+def test_what_is_not_verified_has_no_tensors_and_is_not_unchanged(tmp_path: Path) -> None:
+    """None at all would be a model without weights, which loads without an error."""
+    target = publish(tmp_path, 1)
+    path = Path(target.path) / "model.safetensors"
+    good = path.read_bytes()
+    with opened(target) as checkpoint:
+        never = str(checkpoint.changed())
+        checkpoint.verify()
+        path.write_bytes(bytes(len(good)))
+        for _ in range(2):  # the second time there is nothing open that could be verified
+            with pytest.raises(IntegrityError, match="is not what was published"):
+                checkpoint.verify_again()
+            failed = str(checkpoint.changed())
+            for use in (lambda: next(checkpoint.tensors()), checkpoint.nonfinite):
+                with pytest.raises(IntegrityError, match="not verified"):
+                    use()
+        path.write_bytes(good)
+        checkpoint.verify_again()
+        assert checkpoint.changed() is None
+        assert list(checkpoint.specs) == ["layer.0", "layer.1"]
+    closed = str(checkpoint.changed())
+    assert never == failed == closed == f"version {target.version} is not verified"
+    with pytest.raises(IntegrityError, match="not verified"):
+        next(checkpoint.tensors())
+
+
 def test_verifying_is_given_up_when_it_is_told_to(tmp_path: Path) -> None:
     with opened(publish(tmp_path, 1)) as checkpoint, pytest.raises(StoppedError):
         checkpoint.verify(stopping=lambda: True)

@@ -53,6 +53,7 @@ class FakeWeights:
         return FakeReady(self, checkpoint)
 
     def load(self, checkpoint: Checkpoint) -> None:
+        assert checkpoint.verified, "it is loaded, and nobody has verified it"
         self.loaded = "half"
         if self.fail:
             raise ValueError(self.fail.pop())
@@ -278,6 +279,21 @@ def test_what_becomes_of_the_served_version_on_the_disk(
         assert crew.loaded == [versions[0].digest] * len(crew.ranks)
         crew.weights[-1].fail = ["no memory"]  # and once more
         assert crew.swap(versions[1]).outcome == "restored"
+
+
+def test_a_version_that_cannot_be_verified_is_never_gone_back_to(
+    crew: Crew, versions: list[Target]
+) -> None:
+    crew.swap(versions[0])
+    damaged(Path(versions[0].path))
+    for target in versions[1:]:
+        for weights in crew.weights:
+            weights.fail = ["no memory"]
+        report = crew.swap(target)
+        assert (report.outcome, report.served) == ("poisoned", None)
+        assert "is not what was published" in report.poisoned
+    assert crew.tell(activate_command(versions[0])).outcome == "refused"
+    assert crew.swap(versions[1]).outcome == "activated"
 
 
 def test_a_rank_that_is_gone_leaves_the_others_poisoned(versions: list[Target]) -> None:

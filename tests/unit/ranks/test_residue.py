@@ -171,6 +171,42 @@ def test_what_poisoned_ranks_leave_is_wiped(crew: Crew, good: list[Target]) -> N
     assert crew.tell(state_command()).suspect == ""
 
 
+def test_going_back_to_a_version_from_poisoned_ranks_wipes(
+    crew: Crew, good: list[Target], bad: Target
+) -> None:
+    """Nothing is loaded after that: to activate what is served again does nothing."""
+    crew.swap(good[0])
+    for rank, memory in zip(crew.ranks, crew.memories, strict=True):
+        rank.lost("the weights were thrown away")
+        memory.nan = True
+    crew.weights[-1].fail = ["no memory"]
+
+    report = crew.swap(good[1])
+
+    assert (report.outcome, report.served, report.suspect) == ("restored", good[0], "")
+    assert not any(memory.nan for memory in crew.memories)
+    assert crew.tell(activate_command(good[0])).outcome == "already"
+    staged(crew, bad)
+    assert crew.tell(activate_command(bad)).outcome == "activated"
+    for rank in crew.ranks:
+        rank.lost("the weights were thrown away")
+    crew.weights[-1].fail = ["no memory"]
+    report = crew.swap(good[1])
+    assert report.outcome == "restored"
+    assert SAID in report.suspect  # it is served again
+
+
+def test_going_back_needs_the_wipe(crew: Crew, good: list[Target]) -> None:
+    crew.swap(good[0])
+    for rank in crew.ranks:
+        rank.lost("the weights were thrown away")
+    crew.weights[0].fail = ["no memory"]
+    crew.memories[-1].fail = "the device is gone"
+    report = crew.swap(good[1])
+    assert report.outcome == "poisoned"
+    assert "the device is gone" in report.message
+
+
 def test_a_wipe_that_fails_is_a_load_that_fails(
     crew: Crew, good: list[Target], bad: Target
 ) -> None:
