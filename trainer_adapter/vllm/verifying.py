@@ -80,11 +80,16 @@ class Verifier:
         self._checking = threading.Lock()
 
     def begin(self, target: Target) -> None:
-        """Begin to stage a version; what was staged before is given up, unless it is the same."""
+        """Begin to stage a version; what was staged before is given up, unless it is the same.
+
+        What is being read under another path is given up as well: that one may be what hangs.
+        """
         job = self._job
-        same = job is not None and job.target.identity == target.identity
-        if same and (self.progress() is not None or self.staged() is not None):
-            return
+        if job is not None and job.target.identity == target.identity:
+            if job.target.path == target.path and self.progress() is not None:
+                return
+            if self.staged() is not None:
+                return
         self.drop()
         self._job = _Job(target, self._prepare, self._threads, self._opener, self._checking)
         self._job.start()

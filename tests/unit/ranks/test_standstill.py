@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.unit.ranks.memory import FakeMemory
@@ -18,10 +19,17 @@ from trainer_adapter.checkpoint import Checkpoint, StoppedError
 from trainer_adapter.vllm.agreement import Alone
 from trainer_adapter.vllm.machine import SwapError
 from trainer_adapter.vllm.rank import Rank
-from trainer_adapter.vllm.ranks import Command, Progress, RankReply, combine, write_reply
+from trainer_adapter.vllm.ranks import (
+    Command,
+    Progress,
+    RankReply,
+    Target,
+    combine,
+    write_reply,
+)
 from trainer_adapter.vllm.residue import Residue
 from trainer_adapter.vllm.staging import STALL_SECONDS, Staging
-from trainer_adapter.vllm.verifying import Verifier
+from trainer_adapter.vllm.verifying import Verifier, open_target
 
 LONG = STALL_SECONDS * 0.9
 
@@ -126,3 +134,34 @@ def test_mapping_pages_counts_as_steps_and_can_be_given_up() -> None:
     with pytest.raises(StoppedError):
         module._make_resident(given_up, lambda: len(given_up.pieces) == 2)  # type: ignore[arg-type]
     assert len(given_up.pieces) == 2
+
+
+def test_a_version_that_hangs_is_staged_from_another_path(
+    tmp_path: Path,
+) -> None:
+    go, opened = threading.Event(), list[str]()
+    hangs, other = publish(tmp_path, 1), tmp_path / "another way there"
+    other.symlink_to(hangs.path)
+
+    def opener(target: Target) -> Checkpoint:
+        opened.append(target.path)
+        if target == hangs:
+            assert go.wait(WAIT_SECONDS)
+        return open_target(target)
+
+    verifier = Verifier(FakeWeights().prepare, opener=opener)
+    verifier.begin(hangs)
+    verifier.begin(hangs)  # it is at it already
+    elsewhere = msgspec.structs.replace(hangs, path=str(other))
+    verifier.begin(elsewhere)
+    verifier.wait()
+    assert verifier.staged() == elsewhere
+    verifier.begin(hangs)  # it has it already, whatever the path
+    assert verifier.progress() is None
+    assert verifier.staged() == elsewhere
+    assert sorted(opened) == sorted([hangs.path, str(other)])
+    go.set()
+    for thread in threading.enumerate():
+        if thread.name == "shardcast-stage":
+            thread.join(WAIT_SECONDS)
+    verifier.drop()
