@@ -24,7 +24,7 @@ from trainer_adapter.vllm.control import SystemClock
 from trainer_adapter.vllm.machine import Facts, Machine, SwapError
 from trainer_adapter.vllm.metrics import StateCollector, SwapMetrics
 from trainer_adapter.vllm.middleware import VersionMiddleware
-from trainer_adapter.vllm.serving import Settings, keep_refusal
+from trainer_adapter.vllm.serving import Settings, demands_key, keep_refusal
 from trainer_adapter.vllm.swap import Swapper
 
 if TYPE_CHECKING:
@@ -61,8 +61,7 @@ class Endpoints:
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Find out what the engine serves. Never fails: what is wrong is said by every route."""
         settings = _settings(engine_client, args)
-        has_key = bool([key for key in (getattr(args, "api_key", None) or []) if key])
-        has_key = has_key or bool(os.environ.get("VLLM_API_KEY"))
+        has_key = demands_key(getattr(args, "api_key", None), os.environ.get("VLLM_API_KEY"))
         if not has_key:
             log.warning("no --api-key: only clients on this host may change this server's weights")
         if os.environ.get("VLLM_SERVER_DEV_MODE", "0") not in {"", "0"}:

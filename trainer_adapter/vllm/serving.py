@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -66,7 +66,8 @@ def unsupported(settings: Settings) -> str:
     if settings.data_parallel != 1:
         return (
             f"{settings.data_parallel} data-parallel engines behind one server cannot agree on a"
-            " version: start one server for each (--data-parallel-external-lb, or one GPU group each)"
+            " version: start independent servers, one for each replica, without any --data-parallel-..."
+            " option"
         )
     for name, forgets in settings.connector.items():
         if not forgets:
@@ -75,6 +76,18 @@ def unsupported(settings: Settings) -> str:
                 " cache to requests on new ones: start the engine without it"
             )
     return ""
+
+
+def demands_key(given: Sequence[str] | None, environment: str | None) -> bool:
+    """Say whether vLLM guards ``/v1`` with an API key (``entrypoints/serve/middleware/register.py``).
+
+    ``--api-key`` hides the environment's, also where it is empty: then there is none.
+
+    Args:
+        given: What ``--api-key`` says.
+        environment: ``VLLM_API_KEY``.
+    """
+    return any(given or [environment])
 
 
 def keep_refusal(settings: Settings, *, salting: bool) -> str:

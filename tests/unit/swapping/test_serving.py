@@ -13,7 +13,7 @@ from shardcast.errors import ShardcastError
 from tests.unit.swapping.engine import NEW, NEXT, FakeClock, FakeEngine
 from trainer_adapter.vllm.machine import Facts
 from trainer_adapter.vllm.metrics import StateCollector, SwapMetrics
-from trainer_adapter.vllm.serving import Settings, keep_refusal, unsupported
+from trainer_adapter.vllm.serving import Settings, demands_key, keep_refusal, unsupported
 from trainer_adapter.vllm.swap import Swapper
 
 GOOD = Settings(engine_version="0.32.0", plugins="shardcast,shardcast_http", backend="shardcast")
@@ -29,7 +29,8 @@ GOOD = Settings(engine_version="0.32.0", plugins="shardcast,shardcast_http", bac
         (replace(GOOD, backend=None), '--weight-transfer-config \'{"backend": "shardcast"}\''),
         (replace(GOOD, backend="nccl"), "'nccl'"),
         (replace(GOOD, servers=4), "--api-server-count 1"),
-        (replace(GOOD, data_parallel=2), "one server for each"),
+        (replace(GOOD, data_parallel=2), "independent servers"),
+        (replace(GOOD, data_parallel=2), "without any --data-parallel-... option"),
         (replace(GOOD, connector={"Lmcache": False}), "Lmcache"),
     ],
 )
@@ -42,6 +43,27 @@ def test_servers_that_can() -> None:
     assert unsupported(replace(GOOD, plugins=None)) == ""
     assert unsupported(replace(GOOD, plugins="other, shardcast ,shardcast_http")) == ""
     assert unsupported(replace(GOOD, connector={"Good": True})) == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "demands"),
+    [
+        (None, None, False),
+        (None, "", False),
+        (None, "k", True),
+        ([], "k", True),
+        (["k"], None, True),
+        (["k"], "other", True),
+        (["", "k"], None, True),
+        ([""], None, False),
+        ([""], "k", False),  # --api-key "$UNSET"
+    ],
+)
+def test_when_a_server_demands_a_key(
+    given: list[str] | None, environment: str | None, demands: bool
+) -> None:
+    """As vLLM 0.32's middleware: ``[key for key in (args.api_key or [VLLM_API_KEY]) if key]``."""
+    assert demands_key(given, environment) is demands
 
 
 def test_when_running_requests_may_keep_their_cache() -> None:
