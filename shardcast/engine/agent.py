@@ -15,13 +15,14 @@ from pathlib import Path
 
 from shardcast.canary import Canary, canary_in
 from shardcast.engine.adapters import Use, use_of
-from shardcast.engine.board import AgentOptions, Board, Slots, stored_head
+from shardcast.engine.board import AgentOptions, Board, stored_head
 from shardcast.engine.driver import Engine, Target
 from shardcast.engine.forms import Identity
 from shardcast.engine.leases import Leases
 from shardcast.engine.metrics import EngineMetrics
 from shardcast.engine.minder import Minder
 from shardcast.engine.repairs import Repair, Repairs
+from shardcast.engine.slots import Slots
 from shardcast.errors import (
     DiskError,
     EngineError,
@@ -89,7 +90,12 @@ class Agent:
             run=run,
             options=self._options,
             leases=Leases(self._store, self._refused),
-            slots=Slots(self._options.max_swapping, self._wake),
+            slots=Slots(
+                self._options.max_swapping,
+                self._wake,
+                clock=clock,
+                silent_s=self._options.lease_s + self._options.margin_s,
+            ),
             head=self._newest_head,
             retain=self._retain,
             repairs=Repairs(run, emit, self.metrics, self._repaired, clock=clock, rng=rng),

@@ -1,10 +1,10 @@
-"""What the engines of one agent have in common: the run, this disk, and whose turn it is to pause."""
+"""What the engines of one agent have in common: the run, this disk, how they are minded, who may pause."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shardcast.engine.adapters import Use
 from shardcast.engine.decide import Mode
@@ -12,6 +12,7 @@ from shardcast.engine.driver import MARGIN_S, Target
 from shardcast.engine.forms import DEFAULT_LEASE_SECONDS
 from shardcast.engine.leases import Leases
 from shardcast.engine.repairs import Repairs
+from shardcast.engine.slots import Slots, Suspects
 from shardcast.errors import MalformedError, UsageError
 from shardcast.protocol.envelope import open_unverified
 from shardcast.protocol.head import Head, decode_head
@@ -59,35 +60,6 @@ class AgentOptions:
             raise UsageError("--check-canary asks the base model: it cannot go with --lora")
 
 
-class Slots:
-    """So many engines may pause at once. An engine that somebody else makes pause counts as well."""
-
-    def __init__(self, count: int, freed: Callable[[], None]) -> None:
-        """All are free.
-
-        Args:
-            count: How many there are.
-            freed: Called when one becomes free.
-        """
-        self._count = count
-        self._freed = freed
-        self._taken: set[str] = set()
-
-    def free_for(self, engine: str) -> bool:
-        """Say whether an engine may take one, or has one."""
-        return engine in self._taken or len(self._taken) < self._count
-
-    def take(self, engine: str) -> None:
-        """The engine pauses, or is about to."""
-        self._taken.add(engine)
-
-    def give_back(self, engine: str) -> None:
-        """It serves again, or is gone; harmless if it had none."""
-        if engine in self._taken:
-            self._taken.remove(engine)
-            self._freed()
-
-
 @dataclass(slots=True)
 class Board:
     """What all minders look at.
@@ -102,6 +74,7 @@ class Board:
         repairs: Has versions repaired that engines call damaged.
         target: The version that is current on this disk, leased.
         use: What engines are to do with that.
+        suspects: Versions that one engine could not survive.
     """
 
     run: str
@@ -113,6 +86,7 @@ class Board:
     repairs: Repairs
     target: Target | None = None
     use: Use = Use()  # noqa: RUF009 - immutable
+    suspects: Suspects = field(default_factory=Suspects)
 
     @property
     def withdrawn(self) -> Collection[int]:

@@ -54,6 +54,7 @@ class View:
         held: Versions that are on this disk and leased, by digest.
         withdrawn: Numbers of versions that nobody should run.
         refused: Digests that turned out wrong at this engine.
+        suspects: Digests that it must not be paused for until another engine serves them.
         hold: Whether the publisher holds activations.
         mode: Who activates.
         newest: How far the run is, as its head says.
@@ -69,6 +70,7 @@ class View:
     held: Mapping[str, Target] = field(default_factory=dict)
     withdrawn: Collection[int] = ()
     refused: Collection[str] = ()
+    suspects: Collection[str] = ()
     hold: bool = False
     mode: Mode = Mode.AUTO
     newest: int | None = None
@@ -107,6 +109,8 @@ def _decide_weights(view: View) -> Action:
         return Action(Kind.STAGE, goal)
     if view.mode is Mode.MANUAL:
         return Action(Kind.WAIT, why="the orchestrator activates")
+    if goal.digest in view.suspects:
+        return Action(Kind.WAIT, why="another engine did not survive that version")
     return Action(Kind.WAIT, why="the publisher holds activations")
 
 
@@ -123,7 +127,11 @@ def _goal(view: View) -> Target | None:
     candidates = [view.target, view.last]
     if view.hold and view.mode is Mode.AUTO and served_by(view.state) is None:
         candidates.reverse()
-    return next((one for one in candidates if one is not None and _better(view, one)), None)
+    better = [one for one in candidates if one is not None and _better(view, one)]
+    # An engine that lost its weights gets what it had, before it waits for a suspected version.
+    return next(
+        (one for one in better if one.digest not in view.suspects), next(iter(better), None)
+    )
 
 
 def _ready(view: View, goal: Target | None) -> Target | None:
@@ -134,6 +142,8 @@ def _ready(view: View, goal: Target | None) -> Target | None:
     target = goal if goal is not None and goal.digest == staged.digest else None
     target = target or view.held.get(staged.digest)
     if target is None or target.run != staged.run or not _better(view, target):
+        return None
+    if target.digest in view.suspects:
         return None
     return target if not view.hold or _gives_back(view, target) else None
 

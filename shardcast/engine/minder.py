@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 
 from shardcast.canary import Canary, difference
@@ -24,6 +24,7 @@ from shardcast.engine.repairs import is_about_files
 from shardcast.engine.reports import Reports
 from shardcast.errors import (
     EngineError,
+    EngineKeyError,
     EngineRefusedError,
     EngineUncertainError,
     EngineUnreachableError,
@@ -82,9 +83,12 @@ class Minder:
         self._failure_at: int | None = None
         self._refused: set[str] = set()
         self._checked: set[str] = set()
-        self._pending: tuple[Target, float] | None = None
+        self._pending: Target | None = None
+        self._overrun: EngineRefusedError | None = None
+        self._begun: Identity | None = None
+        self._well = True
         self._unsure: tuple[Action, float] | None = None
-        self._misused: str | None = None
+        self._explained: tuple[str, str] | None = None
 
     async def run(self) -> None:
         """Mind it. Ends by cancellation only; an activation that was begun goes on at the engine."""
@@ -110,8 +114,8 @@ class Minder:
     @property
     def needs(self) -> set[str]:
         """The digests that must stay on this disk for it."""
-        pending = None if self._pending is None else self._pending[0]
-        found = {one.digest for one in (self._last, self._working, pending) if one is not None}
+        wanted = (self._last, self._working, self._pending)
+        found = {one.digest for one in wanted if one is not None}
         if self._state is not None:
             found |= {name.digest for name in _names_in(self._state)}
         return found
@@ -127,11 +131,13 @@ class Minder:
         self._take(state)
         if await self._check_canary():
             return 0.0
-        self._tell_misuse()
+        self._explain()
         action, began = decide(self._view(state)), self._clock()
         try:
             return await self._perform(action, state)
         except EngineRefusedError as error:
+            if self._pending is not None:
+                return 0.0  # the state says what becomes of it
             if error.reason == "busy":  # somebody else is at it: no failure of the engine's
                 return self._options.watch_s
             if self._patience.passes(error, action.kind):
@@ -192,6 +198,7 @@ class Minder:
             held=board.leases.targets,
             withdrawn=board.withdrawn,
             refused=self._refused,
+            suspects=self._suspects,
             hold=board.hold,
             mode=self._options.mode,
             newest=board.tellable,
@@ -201,14 +208,31 @@ class Minder:
             adapter=board.use.adapter,
         )
 
-    def _tell_misuse(self) -> None:
-        """Say once of a version that no engine is told to take."""
-        target, refusal = self._board.target, self._board.use.refusal
-        if target is None or not refusal or self._misused == target.digest:
+    def _explain(self) -> None:
+        """Say once of a version why this engine is not told to take it."""
+        target = self._board.target
+        why = None if target is None else self._board.use.refusal or self._suspicion(target)
+        if target is None or not why or self._explained == (target.digest, why):
             return
-        self._misused = target.digest
-        error = EngineRefusedError(refusal, source=self.name, phase="check", reason="refused")
+        self._explained = (target.digest, why)
+        error = EngineRefusedError(why, source=self.name, phase="check", reason="refused")
         self._reports.failed(error, error.phase, target)
+
+    def _suspicion(self, target: Target) -> str | None:
+        if self._options.mode is Mode.MANUAL or target.digest not in self._suspects:
+            return None
+        first = self._board.suspects.engine_of(target.digest)
+        return (
+            f"engine {self.name} is not paused for version {target.version}, whose load left engine "
+            f"{first} without weights that anybody knows: it goes on with what it has until {first} "
+            f"serves that version, or another one comes. Restart {first} if it does not recover"
+        )
+
+    @property
+    def _suspects(self) -> Collection[str]:
+        """What it must not be paused for. A poisoned engine has nothing to lose."""
+        poisoned = self._state is not None and self._state.poisoned
+        return () if poisoned else self._board.suspects.for_engine(self.name)
 
     @contextmanager
     def _working_on(self, target: Target) -> Iterator[None]:
@@ -231,15 +255,20 @@ class Minder:
     async def _activate(self, target: Target) -> float:
         slots = self._board.slots
         slots.take(self.name)
+        self._begun, self._overrun = target.identity, None
         try:
             swapped = await self._engine.activate(target)
-        except EngineUncertainError:
-            self._pending = (target, self._clock())
-            raise
-        except BaseException:
+        except (EngineUnreachableError, EngineKeyError):  # nothing was begun
             slots.give_back(self.name)
             raise
-        slots.give_back(self.name)
+        except EngineError as error:
+            slots.take(self.name)  # until it is seen to serve, it may be paused
+            refused = error if isinstance(error, EngineRefusedError) else None
+            if refused is not None and refused.reason == "timeout":
+                self._pending, self._overrun = target, refused  # a load goes on after its lease
+            elif isinstance(error, EngineUncertainError):
+                self._pending = target
+            raise
         news = target.identity != self._identity
         self._identity, self._seen = target.identity, True
         self._take(swapped.state)  # and with it give back the old version's lease
@@ -262,6 +291,7 @@ class Minder:
         identity = served_by(state)
         for name in _names_in(state):
             self._board.leases.find(name)
+        self._blame(state, identity)
         self._resolve(state, identity)
         self._hear(state)
         if state.activating is not None:
@@ -282,6 +312,19 @@ class Minder:
             self._tell_failure(state)
         self._metrics.seen(self.name, state, self._board.newest)
         self._board.retain()
+
+    def _blame(self, state: EngineState, identity: Identity | None) -> None:
+        """Suspect the version whose load poisoned it; clear the one that it serves."""
+        if identity is not None:
+            self._board.suspects.clear(identity.digest)
+        begun = state.activating
+        if begun is not None:
+            self._begun = Identity(begun.run, begun.version, begun.digest)
+            self._well = self._well and not state.poisoned
+            return
+        if state.poisoned and self._well and self._begun is not None:
+            self._board.suspects.note(self._begun.digest, self.name)
+        self._well, self._begun = not state.poisoned, None
 
     def _is_good(self, identity: Identity) -> None:
         """It serves that version, and well: to that it goes back."""
@@ -309,9 +352,14 @@ class Minder:
 
     def _resolve(self, state: EngineState, identity: Identity | None) -> None:
         """Learn what became of an activation that the engine did not answer."""
-        if self._pending is None or state.activating is not None:
+        if self._pending is None:
             return
-        target, self._pending = self._pending[0], None
+        if state.activating is not None:
+            if self._overrun is not None:  # told once; what comes of it is told then
+                self._reports.failed(self._overrun, self._overrun.phase, self._pending)
+                self._overrun = None
+            return
+        target, self._pending = self._pending, None
         if identity is None or identity.digest != target.digest:
             why = state.last_failure
             said = f": {why.message}" if why is not None else ""
@@ -402,11 +450,9 @@ class Minder:
         """It does not answer, or not as an engine: the others go on, this one is asked again."""
         self._reports.away(error)
         self._metrics.seen(self.name, None, self._board.newest)
-        if self._pending is not None:
-            waited_s = self._clock() - self._pending[1]
-            if waited_s < self._options.lease_s + self._options.margin_s:
-                return self._options.watch_s
-            self._pending = None
+        if self._board.slots.may_be_paused(self.name):
+            return self._options.watch_s
+        self._pending = None
         self._board.slots.give_back(self.name)
         return self._options.poll_s
 
@@ -416,7 +462,8 @@ class Minder:
         about_files = isinstance(error, EngineRefusedError) and is_about_files(error)
         if about_files and action.target is not None:
             self._board.repairs.ask(action.target, self.name)
-        return 0.0 if self._pending is not None else self._options.watch_s
+        # What it is at after an activation that failed is seen at once: the others wait for that.
+        return 0.0 if action.kind is Kind.ACTIVATE else self._options.watch_s
 
 
 def _model_of(state: EngineState, name: str | None, target: Target) -> str | None:

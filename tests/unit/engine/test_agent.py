@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -115,11 +116,15 @@ def served(engine: FakeEngine) -> int | None:
 
 @asynccontextmanager
 async def minding(
-    out: Path, *engines: FakeEngine, canary: Canary | None = None, **options: Any
+    out: Path,
+    *engines: FakeEngine,
+    canary: Canary | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    **options: Any,
 ) -> AsyncIterator[World]:
     world = World(out, list(engines))
     made = AgentOptions(**{"poll_s": 0.02, "watch_s": 0.01, "lease_s": 1.0, **options})
-    agent = Agent(engines, out, "policy", world.emit, made, rng=random.Random(1))
+    agent = Agent(engines, out, "policy", world.emit, made, clock=clock, rng=random.Random(1))
     if canary is not None:
         for one in agent._minders:
             one._canary = lambda target: canary

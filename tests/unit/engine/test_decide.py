@@ -100,6 +100,22 @@ ACTIVATE_5 = Action(Kind.ACTIVATE, target(5))
         (view(state(5), refused=[target(5).digest], last=target(4)), Action(Kind.STAGE, target(4))),
         (view(state(5), refused=[target(5).digest]), Kind.WAIT),
         (view(state(4), refused=[target(5).digest], last=target(4)), Kind.WAIT),
+        # a version that another engine did not survive: it is staged, and waited with
+        (view(state(4), suspects=[target(5).digest]), STAGE_5),
+        (view(state(4, staged=5), suspects=[target(5).digest]), Kind.WAIT),
+        (view(state(4, staged=5), 6, suspects=[target(5).digest]), Action(Kind.STAGE, target(6))),
+        (
+            view(state(4, staged=6), 6, suspects=[target(5).digest]),
+            Action(Kind.ACTIVATE, target(6)),
+        ),
+        (view(state(5), suspects=[target(5).digest]), Kind.WAIT),
+        # but an engine that lost its weights gets those that it had
+        (view(state(), suspects=[target(5).digest], last=target(4)), Action(Kind.STAGE, target(4))),
+        (
+            view(state(staged=4), suspects=[target(5).digest], last=target(4)),
+            Action(Kind.ACTIVATE, target(4)),
+        ),
+        (view(state(), suspects=[target(5).digest]), STAGE_5),
         # manual: it stages, and somebody else activates
         (view(state(4), mode=Mode.MANUAL), STAGE_5),
         (view(state(4), mode=Mode.MANUAL, hold=True), STAGE_5),
