@@ -24,6 +24,7 @@ from trainer_adapter.vllm.control import SystemClock
 from trainer_adapter.vllm.machine import Facts, Machine, SwapError
 from trainer_adapter.vllm.metrics import StateCollector, SwapMetrics
 from trainer_adapter.vllm.middleware import VersionMiddleware
+from trainer_adapter.vllm.pinning import check_server
 from trainer_adapter.vllm.serving import Settings, demands_key, keep_refusal
 from trainer_adapter.vllm.swap import Swapper
 
@@ -59,7 +60,14 @@ class Endpoints:
         )
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Find out what the engine serves. Never fails: what is wrong is said by every route."""
+        """Find out what the engine serves. What is wrong with that is said by every route.
+
+        Raises:
+            ShardcastError: If this server has, or may have, read another version's files than those of
+                the version that it has loaded; it must not start.
+        """
+        if engine_client is not None:
+            check_server(engine_client.vllm_config)
         settings = _settings(engine_client, args)
         has_key = demands_key(getattr(args, "api_key", None), os.environ.get("VLLM_API_KEY"))
         if not has_key:

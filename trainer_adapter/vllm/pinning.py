@@ -3,12 +3,13 @@
 ``current`` may move at any moment. So the version is looked up once, before vLLM reads its first
 file, and written into the engine's configuration (``model_loader_extra_config``: ``digest``), which
 vLLM hands to every process. Its small files vLLM reads through ``current`` all the same, so they are
-compared when the weights are loaded.
+compared when the weights are loaded, and once more when a server has read its sampling defaults.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,8 @@ from trainer_adapter.checkpoint import Checkpoint
 from trainer_adapter.vllm.agreement import Agreement
 from trainer_adapter.vllm.ranks import Target
 from trainer_adapter.vllm.started import unlike
+
+log = logging.getLogger("vllm.shardcast")
 
 FORMAT: Final = "shardcast"
 DIGEST: Final = "digest"
@@ -103,11 +106,39 @@ def check_start(checkpoint: Checkpoint, where: Path) -> None:
     Raises:
         EngineRefusedError: Names the files, and says how to start the engine.
     """
-    if others := unlike(checkpoint.directory, where):
+    _refuse_others(checkpoint.directory, checkpoint.version.number, where)
+
+
+def check_server(config: Any) -> None:
+    """Do that again when a server is about to serve: vLLM reads its sampling defaults last of all.
+
+    Args:
+        config: vLLM's ``VllmConfig``.
+
+    Raises:
+        EngineRefusedError: As ``check_start``.
+        ShardcastError: If the version cannot be looked up.
+    """
+    loading, where = config.load_config, Path(str(config.model_config.model))
+    if str(loading.load_format).lower() != FORMAT:
+        return
+    digest = loading.model_loader_extra_config.get(DIGEST)
+    if digest is None:  # nobody has pinned it: made without ``EngineArgs``
+        return
+    try:
+        found = find_version(where, str(digest))
+    except NotFoundError as error:  # the ranks have it, on other hosts
+        log.warning("what this server has read cannot be compared with its version: %s", error)
+        return
+    _refuse_others(found.directory, found.number, where)
+
+
+def _refuse_others(directory: Path, number: int, where: Path) -> None:
+    if others := unlike(directory, where):
         raise EngineRefusedError(
-            f"{where} does not lead to version {checkpoint.version.number} any more, or never did, "
-            f"and the version there has another {', '.join(others)}, which may be what vLLM has "
-            f"read: start the engine again, or with --model {checkpoint.directory}",
+            f"{where} does not lead to version {number} any more, or never did, and the version "
+            f"there has another {', '.join(others)}, which may be what vLLM has read: start the "
+            f"engine again, or with --model {directory}",
             phase="boot",
             reason="incompatible",
         )

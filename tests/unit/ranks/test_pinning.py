@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import threading
+from argparse import Namespace
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,11 +20,13 @@ from tests.unit.ranks.test_rank import Words
 from tests.unit.ranks.versions import publish
 from trainer_adapter.checkpoint import CONFIG, Checkpoint
 from trainer_adapter.vllm.agreement import Agreement, Alone
-from trainer_adapter.vllm.pinning import agree_on, check_start, pin_boots, resolve
+from trainer_adapter.vllm.http import Endpoints
+from trainer_adapter.vllm.pinning import agree_on, check_server, check_start, pin_boots, resolve
 from trainer_adapter.vllm.ranks import Target
 from trainer_adapter.vllm.started import KEPT
 
 RANKS = 3
+GENERATION = "generation_config.json"
 
 
 def current(scratch: Path) -> Path:
@@ -210,3 +214,46 @@ def test_a_version_that_vllm_would_read_alike_may_have_come(
     with two_versions(tmp_path, name, old, new) as checkpoint:
         assert Path(current(tmp_path)).resolve() != checkpoint.directory
         check_start(checkpoint, current(tmp_path))
+
+
+# --- when a server is about to serve ---------------------------------------------------------------
+
+
+def config_of(model: Path, digest: str, load_format: str = "shardcast") -> Any:
+    """Return as much of a ``VllmConfig`` as is looked at."""
+    loading = SimpleNamespace(load_format=load_format, model_loader_extra_config={"digest": digest})
+    return SimpleNamespace(load_config=loading, model_config=SimpleNamespace(model=str(model)))
+
+
+async def start_server(config: Any) -> None:
+    """Do what vLLM does last when it starts a server."""
+    await Endpoints().init_state(SimpleNamespace(vllm_config=config), None, Namespace())
+
+
+async def test_a_server_does_not_start_with_another_version_s_sampling_defaults(
+    tmp_path: Path,
+) -> None:
+    one, two = (
+        publish(tmp_path, seed, files={GENERATION: b'{"top_k": %d}' % seed}) for seed in (1, 2)
+    )
+    move(tmp_path, one)
+    with Checkpoint(Path(one.path), run=one.run, version=one.version, digest=one.digest) as loaded:
+        check_start(loaded, current(tmp_path))
+    check_server(config_of(current(tmp_path), one.digest))
+    move(tmp_path, two)  # after the load, before vLLM reads it
+
+    with pytest.raises(EngineRefusedError, match=f"has another .*{GENERATION}") as refused:
+        await start_server(config_of(current(tmp_path), one.digest))
+
+    assert f"start the engine again, or with --model {one.path}" in str(refused.value)
+    check_server(config_of(Path(one.path), one.digest))
+    check_server(config_of(current(tmp_path), two.digest))
+    check_server(config_of(current(tmp_path), one.digest, load_format="auto"))
+
+
+def test_what_a_server_has_read_cannot_be_compared_where_its_version_is_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    publish(tmp_path, 1)
+    check_server(config_of(current(tmp_path), "9" * 64))
+    assert f"no version with manifest {'9' * 64}" in caplog.text
