@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -123,10 +124,9 @@ class Api:
 
     async def _lora(self, body: bytes) -> msgspec.Struct:
         request = read_request(body, LoraRequest)
-        if request.action == "load":
-            await self._adapters.load(request)
-        else:
-            await self._adapters.unload(request)
+        loading = request.action == "load"
+        work = self._adapters.load(request) if loading else self._adapters.unload(request)
+        await asyncio.shield(self._swapper.begin(work))
         return StageAnswer(state=self._swapper.state)
 
     async def _ready(self, query: Mapping[str, str]) -> Reply:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Final
+from collections.abc import Coroutine
+from typing import Any, Final, TypeVar
 
 from shardcast.engine.forms import (
     ActivateAnswer,
@@ -20,6 +21,8 @@ from trainer_adapter.vllm.control import Calls, Clock, EngineControl
 from trainer_adapter.vllm.machine import Facts, Machine, SwapError, check_names
 from trainer_adapter.vllm.ranks import Target, state_command
 from trainer_adapter.vllm.staging import stage
+
+_T = TypeVar("_T")
 
 GLANCE_SECONDS: Final = 1.0
 """How long a look at the state may wait for the engine; then it says what is known here."""
@@ -120,7 +123,7 @@ class Swapper:
         )
         if machine.staged is not None and machine.staged.digest != target.digest:
             self.machine = machine.holds(None, self._clock.now())
-        return await asyncio.shield(self._task(self._stage(target)))
+        return await asyncio.shield(self.begin(self._stage(target)))
 
     async def activate(self, request: ActivateRequest) -> ActivateAnswer:
         """Pause, load, check, resume. A cancellation (a client that goes away) changes nothing.
@@ -148,7 +151,7 @@ class Swapper:
             after_load=self.after_load,
             observer=self.observer,
         )
-        self._task(activation.run())
+        self.begin(activation.run())
         return await asyncio.shield(activation.answer)
 
     def tell_newest(self, request: NewestRequest) -> EngineState:
@@ -165,6 +168,13 @@ class Swapper:
         elif machine.activating is None and not machine.dead and not self.facts.unsupported:
             await self._glance()
         return self.state
+
+    def begin(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
+        """Begin something that is the server's: it goes on when whoever asked for it goes away."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._over)
+        return task
 
     # -------------------------------------------------------------------------------------------
 
@@ -256,12 +266,6 @@ class Swapper:
     def _check_supported(self) -> None:
         if self.facts.unsupported:
             raise SwapError("unsupported", self.facts.unsupported)
-
-    def _task(self, work: Any) -> asyncio.Task[Any]:
-        task: asyncio.Task[Any] = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._over)
-        return task
 
     def _over(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)

@@ -305,7 +305,8 @@ async def test_an_adapter_whose_files_change_while_it_is_loaded_is_taken_off(
     assert server.leases.held == set()
 
 
-async def test_an_adapter_that_is_being_verified_holds_up_no_swap(server: Server) -> None:
+def held_up(server: Server) -> tuple[threading.Event, threading.Event]:
+    """Have verifying an adapter wait; return an event for when it does, and one that lets it go on."""
     begun, go = threading.Event(), threading.Event()
     hold = server.leases
 
@@ -317,6 +318,27 @@ async def test_an_adapter_that_is_being_verified_holds_up_no_swap(server: Server
     server.adapters = Adapters(server.host, slow, server.swapper)
     server.swapper.after_load = server.adapters
     server.api = Api(server.swapper, server.adapters, has_key=True)
+    return begun, go
+
+
+async def test_a_client_that_goes_away_does_not_stop_its_adapter(server: Server) -> None:
+    begun, go = held_up(server)
+    loading = asyncio.ensure_future(server.post(LORA_PATH, lora(OLD)))
+    assert await asyncio.to_thread(begun.wait, 5)
+    loading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await loading
+    (goes_on,) = (
+        task for task in asyncio.all_tasks() if getattr(task.get_coro(), "__name__", "") == "load"
+    )
+    go.set()
+    await asyncio.wait_for(goes_on, 5)
+    assert adapters(server) == {model_name("style", OLD.identity): True}
+    assert server.leases.held == {OLD.path}
+
+
+async def test_an_adapter_that_is_being_verified_holds_up_no_swap(server: Server) -> None:
+    begun, go = held_up(server)
     loading = asyncio.ensure_future(server.post(LORA_PATH, lora(OLD)))
     assert await asyncio.to_thread(begun.wait, 5)
     try:
