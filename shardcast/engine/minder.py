@@ -22,6 +22,7 @@ from shardcast.engine.metrics import EngineMetrics
 from shardcast.engine.patience import Patience
 from shardcast.engine.repairs import is_about_files
 from shardcast.engine.reports import Reports
+from shardcast.engine.telling import Telling
 from shardcast.errors import (
     EngineError,
     EngineKeyError,
@@ -73,12 +74,11 @@ class Minder:
         self._clock = clock
         rng = rng or random.Random()  # noqa: S311 - spreads load, keeps no secret
         self._patience = Patience(clock, rng)
+        self._telling = Telling(engine, board.run, board.options.max_lag, clock, rng)
         self._state: EngineState | None = None
         self._seen: bool = False
         self._identity: Identity | None = None
         self._last: Target | None = None
-        self._told: int | None = None
-        self._tellable = True
         self._working: Target | None = None
         self._failure_at: int | None = None
         self._refused: set[str] = set()
@@ -156,12 +156,10 @@ class Minder:
         if action.kind in (Kind.STAGE, Kind.LOAD):
             self._unsure = None
         match action.kind:
-            case Kind.TELL:
-                self._told = self._board.tellable  # whether or not it hears: nothing waits for it
-                if self._told is not None:
-                    run, max_lag = self._board.run, self._options.max_lag
-                    told = await self._engine.tell(run, self._told, max_lag)
-                    self._tellable = told.newest is not None
+            case Kind.TELL if self._board.tellable is not None:
+                refused = await self._telling.tell(self._board.tellable)
+                if refused is not None:
+                    self._reports.failed(refused, _phase_of(refused, "newest"))
             case Kind.STAGE if target is not None:
                 with self._working_on(target):
                     await self._stage(target)
@@ -181,8 +179,8 @@ class Minder:
         """Return when to look again, where nothing is to be done now."""
         watched = self._options.mode is Mode.MANUAL or state.activating is not None
         pause_s = self._options.watch_s if watched or self._pending else self._options.poll_s
-        rest_s = self._patience.left_s
-        return max(min(pause_s, rest_s), 0.01) if rest_s > 0 else pause_s
+        rests_s = (self._patience.left_s, self._telling.left_s)
+        return max(min([pause_s, *(rest_s for rest_s in rests_s if rest_s > 0)]), 0.01)
 
     def _view(self, state: EngineState) -> View:
         board = self._board
@@ -202,7 +200,7 @@ class Minder:
             hold=board.hold,
             mode=self._options.mode,
             newest=board.tellable,
-            told=self._told if state.newest is not None or not self._tellable else None,
+            told=self._telling.known(state, board.tellable),
             resting=rests or mending or self._pending is not None,
             slot=board.slots.free_for(self.name),
             adapter=board.use.adapter,
@@ -302,16 +300,20 @@ class Minder:
             self._announce_seen(state, identity)
         if identity is None and self._identity is not None:  # it was started again, or is poisoned
             self._checked.discard(self._identity.digest)
-            self._patience.hurry()
+            self._hurry()
         self._identity, self._seen = identity, True
         if identity is not None and not self._must_check(identity):
             self._is_good(identity)
         if self._reports.back():  # perhaps started anew, by somebody who has mended something
-            self._patience.hurry()
+            self._hurry()
         if self._options.mode is Mode.MANUAL:
             self._tell_failure(state)
         self._metrics.seen(self.name, state, self._board.newest)
         self._board.retain()
+
+    def _hurry(self) -> None:
+        self._patience.hurry()
+        self._telling.hurry()
 
     def _blame(self, state: EngineState, identity: Identity | None) -> None:
         """Suspect the version whose load poisoned it; clear the one that it serves."""
@@ -464,6 +466,10 @@ class Minder:
             self._board.repairs.ask(action.target, self.name)
         # What it is at after an activation that failed is seen at once: the others wait for that.
         return 0.0 if action.kind is Kind.ACTIVATE else self._options.watch_s
+
+
+def _phase_of(error: EngineError, asked: str) -> str:
+    return error.phase if isinstance(error, EngineRefusedError) else asked
 
 
 def _model_of(state: EngineState, name: str | None, target: Target) -> str | None:
