@@ -27,7 +27,7 @@ from trainer_adapter.vllm.machine import ACTIVATE_AGAIN, RESTART, Facts, Machine
 from trainer_adapter.vllm.ranks import Report, Target, activate_command, state_command
 from trainer_adapter.vllm.staging import stage
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("vllm.shardcast")
 
 GRACE_SECONDS: Final = 10.0
 """For going back to the old version after the lease is over."""

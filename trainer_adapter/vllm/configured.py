@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from shardcast.errors import EngineUnsupportedError
 from trainer_adapter.vllm.plugin import require_supported
 from trainer_adapter.vllm.serving import Settings, unsupported
+
+_WITHOUT_WEIGHTS: Final = frozenset({"ngram", "ngram_gpu", "suffix", "extract_hidden_states"})
+"""Methods of speculative decoding that draft from what was said before, or draft nothing."""
 
 
 def settings_of(
@@ -32,6 +35,22 @@ def settings_of(
         connector=_connectors(config.kv_transfer_config),
         lora=config.lora_config is not None,
         may_sleep=bool(config.model_config.enable_sleep_mode),
+    )
+
+
+def stale_drafts(config: Any) -> str:
+    """Return what a swap does not renew: the weights that draft tokens; empty where none do.
+
+    Args:
+        config: vLLM's ``VllmConfig``.
+    """
+    speculative = config.speculative_config
+    if speculative is None or speculative.method in _WITHOUT_WEIGHTS:
+        return ""
+    return (
+        f"speculative decoding ({speculative.method}): a swap does not renew the weights that draft"
+        " tokens. Answers are those of the version that is served, but the further it gets from the"
+        " drafts, the fewer of them are accepted: start the engine again to renew them"
     )
 
 

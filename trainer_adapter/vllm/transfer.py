@@ -22,6 +22,7 @@ Start the server with ``--weight-transfer-config '{"backend": "shardcast"}'``.
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -39,6 +40,7 @@ from vllm.v1.worker.worker_base import WorkerBase
 
 from shardcast.engine.forms import STATUS_OF, coded
 from trainer_adapter.vllm.agreement import Alone, World
+from trainer_adapter.vllm.configured import stale_drafts
 from trainer_adapter.vllm.kv_memory import KvMemory
 from trainer_adapter.vllm.loader import take_booted
 from trainer_adapter.vllm.rank import Rank
@@ -47,6 +49,8 @@ from trainer_adapter.vllm.reload import Model
 from trainer_adapter.vllm.residue import Residue
 from trainer_adapter.vllm.started import Started, directory_of
 from trainer_adapter.vllm.verifying import Verifier
+
+log = logging.getLogger("vllm.shardcast")
 
 AHEAD: Final = "SHARDCAST_PREPARE"
 """Set to 0, nothing is prepared while the engine serves: no second copy of the weights, a longer
@@ -101,6 +105,8 @@ class ShardcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: igno
         for kind in (WorkerBase, *_below(WorkerBase)):
             watch_sleep(kind)
         agreement = World() if torch.distributed.is_initialized() else Alone()
+        if agreement.rank == 0 and (stale := stale_drafts(vllm_config)):
+            log.warning("%s", stale)
         booted = take_booted(model)
         directory = (
             directory_of(str(self.model_config.model)) if booted is None else booted[1].directory

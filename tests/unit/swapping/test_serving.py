@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from msgspec import structs
 from prometheus_client import CollectorRegistry, generate_latest
 
+import trainer_adapter.vllm
 from shardcast.engine.forms import ActivateRequest, NewestRequest
 from shardcast.errors import ShardcastError
 from tests.unit.swapping.engine import NEW, NEXT, FakeClock, FakeEngine
+from trainer_adapter.vllm.configured import stale_drafts
 from trainer_adapter.vllm.machine import Facts
 from trainer_adapter.vllm.metrics import StateCollector, SwapMetrics
 from trainer_adapter.vllm.serving import Settings, demands_key, keep_refusal, unsupported
@@ -64,6 +69,32 @@ def test_when_a_server_demands_a_key(
 ) -> None:
     """As vLLM 0.32's middleware: ``[key for key in (args.api_key or [VLLM_API_KEY]) if key]``."""
     assert demands_key(given, environment) is demands
+
+
+@pytest.mark.parametrize(
+    ("method", "stale"),
+    [
+        ("mtp", True), ("eagle", True), ("eagle3", True), ("draft_model", True), ("medusa", True),
+        ("mlp_speculator", True), ("custom_class", True), ("dflash", True),
+        ("ngram", False), ("ngram_gpu", False), ("suffix", False), (None, False),
+    ],
+)  # fmt: skip
+def test_drafts_that_keep_their_weights_are_told(method: str | None, stale: bool) -> None:
+    speculative = None if method is None else SimpleNamespace(method=method)
+    said = stale_drafts(SimpleNamespace(speculative_config=speculative))
+    assert (f"speculative decoding ({method})" in said) is stale
+    assert bool(said) is stale
+
+
+def test_all_that_runs_in_vllm_logs_below_its_logger() -> None:
+    """Which has a handler; what goes elsewhere comes bare, or not at all."""
+    found = {}
+    for path in sorted(Path(trainer_adapter.vllm.__path__[0]).glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "logging.getLogger":
+                found[path.name] = ast.unparse(node.args[0])
+    assert len(found) > 5
+    assert set(found.values()) == {"'vllm.shardcast'"}, found
 
 
 def test_when_running_requests_may_keep_their_cache() -> None:
