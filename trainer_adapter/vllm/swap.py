@@ -16,7 +16,8 @@ from shardcast.engine.forms import (
     StageRequest,
     label_of,
 )
-from trainer_adapter.vllm.activation import Activation, AfterLoad, Cell, Observer
+from trainer_adapter.vllm.account import Cell, Observer
+from trainer_adapter.vllm.activation import Activation, AfterLoad
 from trainer_adapter.vllm.control import Calls, Clock, EngineControl
 from trainer_adapter.vllm.machine import Facts, Machine, SwapError, check_names
 from trainer_adapter.vllm.ranks import Target, state_command
