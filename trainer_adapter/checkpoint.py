@@ -18,6 +18,7 @@ Needs no torch but for ``tensors``.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import math
 import mmap
@@ -529,6 +530,15 @@ class Checkpoint:
             raise IntegrityError(
                 f"{spec.file} was cut off while {spec.name} was read", source=str(self.directory)
             )
+
+    def maps(self, address: int) -> bool:
+        """Say whether memory is of a mapped file: what is written to the file may show there."""
+        for file in self._files.values():
+            if file.map is not None:
+                start = ctypes.addressof(ctypes.c_char.from_buffer(file.map))
+                if start <= address < start + len(file.map):
+                    return True
+        return False
 
     def let_pages_go(self) -> None:
         """Take the mapped pages out of this process's memory; the system may keep them."""

@@ -9,8 +9,9 @@ For evaluation loops, small services and rollouts made with plain transformers::
 
 Parameters keep their storage, so whatever holds them (an optimiser, a captured graph) goes on with the
 new values. A model and a version fit together if every parameter has a tensor of its name, shape and
-type. Tied parameters need one of their names. Where transformers saves a model under other names than
-it holds it (experts that it fuses), give ``load=transformers_tensors``.
+type. Tied parameters need one of their names; where several are there, they must be equal. Where
+transformers saves a model under other names than it holds it (experts that it fuses), give
+``load=transformers_tensors``.
 """
 
 from __future__ import annotations
@@ -19,28 +20,28 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardcast.canary import Canary, Prompt
 from shardcast.engine.driver import Swapped, Target, reason_of
 from shardcast.engine.forms import DEFAULT_LEASE_SECONDS, EngineState, Identity, Phase
 from shardcast.engine.ledger import Ledger, Watch
-from shardcast.errors import EngineRefusedError, ShardcastError
+from shardcast.errors import EngineRefusedError, IntegrityError, ShardcastError
 from trainer_adapter.checkpoint import Checkpoint
+from trainer_adapter.torch_fit import Tensors, memory_of, misfits, places_of
 
 if TYPE_CHECKING:
     import torch
 
-Tensors = Mapping[str, "torch.Tensor"]
 Load = Callable[["torch.nn.Module", Checkpoint], Tensors]
-"""Returns a version's tensors under the names that the module has for them."""
+"""Returns a version's tensors under the names that the module has for them: those of
+``Checkpoint.tensors``, or others in memory of their own, which no file can change."""
 Copy = Callable[["torch.Tensor", "torch.Tensor"], object]
 Score = Callable[["torch.nn.Module", Sequence[int]], list[float]]
-
-_SHOWN: Final = 5
-"""Names in a message: enough to see what kind they are of."""
+_Held = tuple[Target, Checkpoint, Tensors]
+_T = TypeVar("_T")
 
 
 class TorchEngine:
@@ -79,8 +80,8 @@ class TorchEngine:
         self._gate = Gate()
         self._turn = asyncio.Lock()
         self._ledger = Ledger("torch", "wait")
-        self._staged: tuple[Target, Checkpoint, Tensors] | None = None
-        self._served: tuple[Target, Checkpoint, Tensors] | None = None
+        self._staged: _Held | None = None
+        self._served: _Held | None = None
         self._poisoned = False
 
     @contextlib.contextmanager
@@ -109,23 +110,31 @@ class TorchEngine:
         )
 
     async def stage(self, target: Target) -> EngineState:
-        """Verify a version, check that it fits, hold it; the module serves on."""
-        async with self._turn:
-            await asyncio.to_thread(self._stage, target)
+        """Verify a version, check that it fits, hold it. Cancellation waits for its end."""
+        await self._in_turn(lambda: asyncio.to_thread(self._stage, target))
         return await self.state()
 
     async def activate(self, target: Target) -> Swapped:
         """Wait for the forward passes under way, copy, go on. Cancellation waits for its end."""
         if self._turn.locked():
             raise self._error("pause", "busy", "it is being staged or activated already")
-        running = asyncio.ensure_future(self._activate(target))
-        try:
-            return await asyncio.shield(running)
-        except asyncio.CancelledError:
-            await asyncio.wait([running])
-            if not running.cancelled():
-                running.exception()  # it was looked at
-            raise
+        return await self._in_turn(lambda: self._activate(target))
+
+    async def _in_turn(self, work: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
+        """Do it when nothing else is done, and to its end: its thread cannot be stopped."""
+        cancelled: asyncio.CancelledError | None = None
+        async with self._turn:
+            running = asyncio.ensure_future(work())
+            while not running.done():
+                try:
+                    await asyncio.wait([running])
+                except asyncio.CancelledError as error:
+                    cancelled = error
+        if cancelled is None:
+            return running.result()
+        if not running.cancelled():
+            running.exception()  # it was looked at
+        raise cancelled
 
     async def tell(self, run: str, newest: int, max_lag: int | None) -> EngineState:
         """Remember how far the run is."""
@@ -154,11 +163,12 @@ class TorchEngine:
         return await asyncio.to_thread(work)
 
     async def close(self) -> None:
-        """Let go of the versions; the module keeps its weights."""
-        for held in (self._staged, self._served):
-            if held is not None:
-                held[1].close()
-        self._staged = self._served = None
+        """Let go of the versions, once nothing is done with them; the module keeps its weights."""
+        async with self._turn:
+            for held in (self._staged, self._served):
+                if held is not None:
+                    held[1].close()
+            self._staged = self._served = None
 
     # --- stage ------------------------------------------------------------------------------
 
@@ -174,6 +184,7 @@ class TorchEngine:
             try:
                 checkpoint.verify()
                 tensors = self._load(self._module, checkpoint)
+                _require_unchanged(checkpoint, "read")
                 misfit = misfits(self._module, tensors)
                 if misfit is not None:
                     raise self._error("check", "incompatible", misfit, target)
@@ -197,18 +208,17 @@ class TorchEngine:
     # --- activate ---------------------------------------------------------------------------
 
     async def _activate(self, target: Target) -> Swapped:
-        async with self._turn:
-            served = self._served
-            if served is not None and served[0].identity == target.identity and not self._poisoned:
-                return Swapped(0.0, {}, await self.state())
-            await asyncio.to_thread(self._stage, target)
-            self._ledger.at("pause", target)
-            watch = Watch()
-            try:
-                await asyncio.to_thread(self._swap, target, watch)
-            finally:
-                self._ledger.activating = None
-            return Swapped(watch.pause_ms, watch.phases_ms, await self.state())
+        served = self._served
+        if served is not None and served[0].identity == target.identity and not self._poisoned:
+            return Swapped(0.0, {}, await self.state())
+        await asyncio.to_thread(self._stage, target)
+        self._ledger.at("pause", target)
+        watch = Watch()
+        try:
+            await asyncio.to_thread(self._swap, target, watch)
+        finally:
+            self._ledger.activating = None
+        return Swapped(watch.pause_ms, watch.phases_ms, await self.state())
 
     def _swap(self, target: Target, watch: Watch) -> None:
         """Copy between pause and resume; on a failure copy the old version back, or stay paused."""
@@ -226,6 +236,7 @@ class TorchEngine:
         self._ledger.at("load", target)
         try:
             self._overwrite(new[2])
+            _require_unchanged(new[1], "loaded")
         except Exception as error:
             watch.lap("load")
             self._give_back(target, old, error)
@@ -241,18 +252,12 @@ class TorchEngine:
         self._ledger.log(before, target.identity, watch)
         self._ledger.succeed(new[0])
 
-    def _give_back(
-        self, target: Target, old: tuple[Target, Checkpoint, Tensors] | None, error: Exception
-    ) -> None:
+    def _give_back(self, target: Target, old: _Held | None, error: Exception) -> None:
         self._drop_staged()
         failed: Exception = error
         if old is not None and not self._poisoned:
             try:
-                tensors = old[2]
-                if old[1].changed() is not None:
-                    old[1].verify_again()
-                    tensors = self._load(self._module, old[1])
-                self._overwrite(tensors)
+                self._load_again(old)
             except Exception as again:  # whatever it was, the weights are nobody's now
                 failed = again
             else:
@@ -270,11 +275,26 @@ class TorchEngine:
             target,
         ) from error
 
+    def _load_again(self, old: _Held) -> None:
+        """Copy what was served before; where its files were changed, and are needed, verify them.
+
+        Tensors in memory of their own need no file: what is under its name now is not asked.
+        """
+        target, checkpoint, tensors = old
+        mapped = any(checkpoint.maps(tensor.data_ptr()) for tensor in tensors.values())
+        if mapped and checkpoint.changed() is not None:
+            checkpoint.verify_again()
+            tensors = self._load(self._module, checkpoint)
+            self._served = target, checkpoint, tensors  # those before may be of a damaged file
+        self._overwrite(tensors)
+        if mapped:
+            _require_unchanged(checkpoint, "loaded again")
+
     def _overwrite(self, tensors: Tensors) -> None:
         import torch
 
         with torch.no_grad():
-            for name, parameter in _wanted(self._module):
+            for name, parameter in places_of(self._module):
                 if name in tensors:
                     self._copy(parameter, tensors[name])
 
@@ -353,45 +373,19 @@ def transformers_tensors(module: torch.nn.Module, checkpoint: Checkpoint) -> Ten
     dtype = next(iter(module.parameters())).dtype
     shadow = kind.from_pretrained(str(checkpoint.directory), dtype=dtype, local_files_only=True)
     found: dict[str, torch.Tensor] = dict(shadow.state_dict())
+    del shadow
+    places = {name: memory_of(tensor) for name, tensor in found.items()}
+    copies: dict[tuple[str, int, int], torch.Tensor] = {}
+    for name, place in places.items():
+        if place not in copies:  # what was saved as it is held is still the mapped file
+            copies[place] = found[name].clone()
+        found[name] = copies[place]
     return found
 
 
-def misfits(module: torch.nn.Module, tensors: Tensors) -> str | None:
-    """Say why a version does not fit a module, None if it does."""
-    wanted = list(_wanted(module))
-    here = {parameter.data_ptr() for name, parameter in wanted if name in tensors}
-    missing = [
-        name
-        for name, parameter in wanted
-        if name not in tensors and parameter.data_ptr() not in here  # else it is tied to one
-    ]
-    if missing:
-        return f"the version lacks {_names(missing)}"
-    known = {name for name, _ in wanted}
-    extra = [name for name in tensors if name not in known]
-    if extra:
-        return f"the version has {_names(extra)}, which the module has not"
-    for name, parameter in wanted:
-        tensor = tensors.get(name)
-        if tensor is None:
-            continue
-        theirs, ours = (tuple(one.shape) for one in (tensor, parameter))
-        if theirs != ours or tensor.dtype != parameter.dtype:
-            return (
-                f"{name} is {list(theirs)} of {tensor.dtype} in the version and {list(ours)} of "
-                f"{parameter.dtype} in the module"
-            )
-    return None
-
-
-def _wanted(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield parameters and persistent buffers under every name that they have."""
-    yield from module.state_dict(keep_vars=True).items()
-
-
-def _names(names: Sequence[str]) -> str:
-    shown = ", ".join(sorted(names)[:_SHOWN])
-    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
+def _require_unchanged(checkpoint: Checkpoint, what: str) -> None:
+    if (reason := checkpoint.changed()) is not None:
+        raise IntegrityError(f"{reason} while it was {what}", source=str(checkpoint.directory))
 
 
 def _copy(into: torch.Tensor, tensor: torch.Tensor) -> None:

@@ -16,6 +16,7 @@ from shardcast.engine.driver import Target
 from shardcast.errors import EngineRefusedError
 from tests.contract.engine_suite import EngineContract, Harness
 from tests.engine.checkpoints import RUN, Out
+from trainer_adapter.checkpoint import Checkpoint
 from trainer_adapter.torch_module import (
     TorchEngine,
     make_canary,
@@ -153,6 +154,23 @@ async def test_experts_that_transformers_fuses(tmp_path: Path) -> None:
         cold = opened(versions[number].path)
         assert prompt_logprobs(module, TOKENS) == prompt_logprobs(cold, TOKENS)
     await engine.close()
+
+
+def test_what_transformers_has_loaded_is_in_memory_of_its_own(tmp_path: Path) -> None:
+    """It maps the files by their names: what becomes of those must not reach the weights."""
+    target = Versions(tmp_path)[1]
+    with Checkpoint(
+        target.path, run=target.run, version=target.version, digest=target.digest
+    ) as checkpoint:
+        checkpoint.verify()
+        found = transformers_tensors(opened(target.path), checkpoint)
+    kept = {name: tensor.clone() for name, tensor in found.items()}
+    weights = target.path / "model.safetensors"
+    with open(weights, "r+b") as file:
+        file.write(bytes(weights.stat().st_size))
+    assert all(torch.equal(found[name], tensor) for name, tensor in kept.items())
+    tied = found["lm_head.weight"], found["model.embed_tokens.weight"]
+    assert tied[0].data_ptr() == tied[1].data_ptr()
 
 
 async def test_a_shape_that_differs_is_named_before_anything_is_touched(tmp_path: Path) -> None:
