@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 
-from shardcast.canary import Canary, difference
+from shardcast.canary import Canary
 from shardcast.engine.board import Board
+from shardcast.engine.checking import Checks, Outcome
 from shardcast.engine.decide import Action, Kind, Mode, View, decide, served_by
 from shardcast.engine.driver import Engine, Target
 from shardcast.engine.forms import EngineState, Identity, label_of
@@ -82,7 +83,7 @@ class Minder:
         self._working: Target | None = None
         self._failure_at: int | None = None
         self._refused: set[str] = set()
-        self._checked: set[str] = set()
+        self._checks = Checks(engine, enabled=board.options.check_canary, clock=clock, rng=rng)
         self._pending: Target | None = None
         self._overrun: EngineRefusedError | None = None
         self._begun: Identity | None = None
@@ -129,7 +130,7 @@ class Minder:
         except EngineError as error:
             return self._lost(error)
         self._take(state)
-        if await self._check_canary():
+        if await self._check_canary(state):
             return 0.0
         self._explain()
         action, began = decide(self._view(state)), self._clock()
@@ -299,10 +300,10 @@ class Minder:
         if self._seen and identity is not None and identity != self._identity:
             self._announce_seen(state, identity)
         if identity is None and self._identity is not None:  # it was started again, or is poisoned
-            self._checked.discard(self._identity.digest)
+            self._checks.forget(self._identity)
             self._hurry()
         self._identity, self._seen = identity, True
-        if identity is not None and not self._must_check(identity):
+        if identity is not None and not self._checks.open(identity):
             self._is_good(identity)
         if self._reports.back():  # perhaps started anew, by somebody who has mended something
             self._hurry()
@@ -403,22 +404,23 @@ class Minder:
 
     # --- canaries ---------------------------------------------------------------------------
 
-    async def _check_canary(self) -> bool:
+    async def _check_canary(self, state: EngineState) -> bool:
         """Check what it serves, once; return whether that changed what is to be done."""
         identity = self._identity
-        if identity is None or not self._must_check(identity):
+        if identity is None or not self._checks.due(identity, state):
             return False
         target = self._board.leases.targets.get(identity.digest)
         canary = None if target is None else self._canary(target)
         try:
-            wrong = None if canary is None else await self._compare(canary)
+            verdict = await self._checks.ask(identity, canary, state)
         except EngineError as unanswered:
+            self._checks.unanswered(unanswered)
             self._reports.failed(unanswered, "check", target)
             return False
-        self._checked.add(identity.digest)
-        if wrong is None:
+        if verdict.outcome is Outcome.RIGHT:
             self._is_good(identity)
-            return False
+        if verdict.outcome is not Outcome.WRONG:
+            return verdict.outcome is Outcome.MOVED
         self._refused.add(identity.digest)
         back = self._last if self._options.mode is Mode.AUTO else None
         where = (
@@ -428,23 +430,13 @@ class Minder:
         )
         error = EngineRefusedError(
             f"engine {self.name} does not answer as the canary of version {identity.version} "
-            f"says: {wrong}; {where}",
+            f"says: {verdict.why}; {where}",
             source=self.name,
             phase="check",
             reason="failed",
         )
         self._reports.failed(error, "check", target)
         return True
-
-    def _must_check(self, identity: Identity) -> bool:
-        return self._options.check_canary and identity.digest not in self._checked
-
-    async def _compare(self, canary: Canary) -> str | None:
-        for number, prompt in enumerate(canary.prompts):
-            wrong = difference(canary, number, await self._engine.score(prompt.tokens))
-            if wrong is not None:
-                return wrong
-        return None
 
     # --- failures ---------------------------------------------------------------------------
 
