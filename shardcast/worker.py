@@ -71,7 +71,8 @@ class Update:
         manifest: Its manifest digest: the identity that rollouts are stamped with.
         path: Its directory, absolute.
         bytes_fetched: What the network carried for it; 0 if it was here before.
-        head: The head that named it; None for a pull by manifest that found no head.
+        head: The head that named it; None for a pull by manifest that found no head, and for what was
+            current before.
     """
 
     version: int
@@ -166,24 +167,6 @@ class Worker:
     def _follow_with(self, session: WorkerSession) -> None:
         """Follow by another session; what the one before had accepted stays known."""
         self._head, self._following = self.head, session
-
-    async def current(self) -> Update | None:
-        """While following: the version that ``current`` names, if it is whole; else None.
-
-        ``follow`` yields only what becomes current after it began.
-        """
-        session = self._following
-        if session is None:
-            return None
-        try:
-            found = await self._current(session)
-        except DiskError:  # evicted while it was looked at
-            return None
-        stored = None if found is None else session.store.stored(found[0])
-        if found is None or stored is None or not stored.committed:
-            return None
-        path = Path(self.options.out.absolute(), "versions", stored.directory.name)
-        return _update(Obtained(ref_of(stored, found[1]), stored, 0), path, self.head)
 
     async def repair(self, version: int, manifest: str | None = None) -> Repaired:
         """While following: hash a committed version again, and fetch what is damaged of it.
@@ -313,7 +296,7 @@ class Worker:
 
     # --- follow -----------------------------------------------------------------------------
 
-    async def follow(self) -> AsyncGenerator[Update, None]:
+    async def follow(self, *, current: bool = False) -> AsyncGenerator[Update, None]:
         """Yield each newer version once it is committed, until the caller stops.
 
         Failures are events, and are tried again. Of updates that the caller is too slow to take,
@@ -323,18 +306,28 @@ class Worker:
         Where another worker leads in the directory, its commits are shared, each with this one's
         hook, until it ends; then this one leads.
 
+        Args:
+            current: Yield the version that was current before, too, once it is known to be whole.
+
         Raises:
             UsageError: If the options are wrong, or the directory belongs to another run.
             StateError: If what is remembered is damaged.
         """
         newest: asyncio.Queue[Update] = asyncio.Queue(1)
+        last: str | None = None
 
         def updated(ready: Obtained, path: Path, head: Head | None) -> None:
+            nonlocal last
+            last = ready.ref.manifest
             if newest.full():
                 newest.get_nowait()
             newest.put_nowait(_update(ready, path, head))
 
-        running = asyncio.ensure_future(self._follow(updated))
+        def found(ready: Obtained, path: Path, head: Head | None) -> None:
+            if current and ready.ref.manifest != last:
+                updated(ready, path, head)
+
+        running = asyncio.ensure_future(self._follow(updated, found))
         try:
             while True:
                 taking = asyncio.ensure_future(newest.get())
@@ -350,7 +343,7 @@ class Worker:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
 
-    async def _follow(self, updated: Updated) -> None:
+    async def _follow(self, updated: Updated, found: Updated) -> None:
         """Follow beside another worker while there is one, then lead. Ends by an error only."""
         lock, seen, failures, rest_s = lock_of(self.options), None, 0, 0.0
         try:
@@ -359,12 +352,12 @@ class Worker:
                     async with open_worker(self.options, self._observer, leading=False) as session:
                         self._follow_with(session)
                         guest = Guest(session, lock, rest_s=rest_s)
-                        async with watching(session):
+                        async with watching(session), self._finding(session, found):
                             await guest.follow(updated)
                         seen = guest.seen
                 async with open_worker(self.options, self._observer, leading=True) as session:
                     self._follow_with(session)
-                    follower = await self._lead(session, updated, seen, failures)
+                    follower = await self._lead(session, updated, found, seen, failures)
                 failures, rest_s = follower.failures, max(follower.rest_s, LEAST_REST_S)
                 lock.release()
         finally:
@@ -374,6 +367,7 @@ class Worker:
         self,
         session: WorkerSession,
         updated: Updated,
+        found: Updated,
         seen: int | None,
         failures: int,
     ) -> Follower:
@@ -382,7 +376,7 @@ class Worker:
         session.activator.recycle()
         current = await self._current(session)
         if current is not None:
-            await self._finish(session, current, updated, seen)
+            await self._finish(session, current, updated, found, seen)
         async with watching(session) as task, self._mending(session):
             follower = Follower(
                 session,
@@ -415,17 +409,51 @@ class Worker:
             self._mender = None
             await mender.close()
 
+    @asynccontextmanager
+    async def _finding(self, session: WorkerSession, found: Updated) -> AsyncIterator[None]:
+        """Tell which version is current, if it is whole, while the block runs. For a guest."""
+        looking = asyncio.ensure_future(self._find(session, found))
+        try:
+            yield
+        finally:
+            looking.cancel()
+            await asyncio.gather(looking, return_exceptions=True)
+
+    async def _find(self, session: WorkerSession, found: Updated) -> None:
+        number = session.store.current()
+        try:
+            current = await self._current(session)
+            ready = None if current is None else _ready(session, current)
+        except DiskError as error:
+            if number is not None and session.store.version_directory(number).is_dir():
+                run = self.options.run
+                session.emit(
+                    WorkerEvent(kind=EventKind.ERROR, run=run, version=number, error=error)
+                )
+            return  # else it was evicted while it was looked at
+        if ready is not None and session.store.current() == ready[0].ref.version:
+            found(*ready, None)
+
     async def _finish(
-        self, session: WorkerSession, current: tuple[int, str], updated: Updated, seen: int | None
+        self,
+        session: WorkerSession,
+        current: tuple[int, str],
+        updated: Updated,
+        found: Updated,
+        seen: int | None,
     ) -> None:
         """Do what a leader that was killed after it had moved ``current`` did not do any more."""
-        number, manifest = current
+        number = current[0]
         await session.tidy(number)
-        stored = session.store.stored(number)
-        if stored is not None and number != seen and session.activator.missed(number):
-            ready, path = Obtained(ref_of(stored, manifest), stored, 0), stored.directory.absolute()
+        here = _ready(session, current)
+        if here is None:
+            return
+        ready, path = here
+        if number != seen and session.activator.missed(number):
             await session.announce(ready, path)
             updated(ready, path, None)
+        else:
+            found(ready, path, None)
 
     async def _current(self, session: WorkerSession) -> tuple[int, str] | None:
         number = session.store.current()
@@ -458,6 +486,15 @@ class Worker:
                 yield item
         finally:
             following.stop()
+
+
+def _ready(session: WorkerSession, current: tuple[int, str]) -> tuple[Obtained, Path] | None:
+    """Return what a commit of the version that is current would have told, None if it is gone."""
+    number, manifest = current
+    stored = session.store.stored(number)
+    if stored is None or not stored.committed:
+        return None
+    return Obtained(ref_of(stored, manifest), stored, 0), stored.directory.absolute()
 
 
 def _update(ready: Obtained, path: Path, head: Head | None) -> Update:

@@ -8,10 +8,10 @@ import enum
 import ipaddress
 import os
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 ENGINES: Final = "Engines"
 TOKEN_VARIABLE: Final = "SHARDCAST_ENGINE_TOKEN"  # noqa: S105 - its name, not the token
-LOOK_S: Final = 0.25
-"""How soon the agent learns what was current before it began."""
 
 
 class EngineChoice(enum.StrEnum):
@@ -325,13 +323,11 @@ class Minding:
         self._agent = agent
         self._relay = relay
         self._metrics = metrics
-        self._known = asyncio.Event()
 
     def update(self, update: Update) -> None:
-        """A version has become current."""
+        """A version has become current, or was before."""
         from shardcast.engine.driver import Target
 
-        self._known.set()
         self._agent.update(
             Target(
                 run=self._agent.run_name,
@@ -342,8 +338,12 @@ class Minding:
             )
         )
 
-    async def run(self, worker: Worker, work: Coroutine[Any, Any, None]) -> None:
+    async def run(self, worker: Worker, work: Callable[[], Awaitable[None]]) -> None:
         """Mind the engines while ``work`` follows the run, until cancelled.
+
+        Args:
+            worker: Brings the versions.
+            work: Makes it follow, and tells ``update``; called once the engines have been looked at.
 
         Raises:
             UsageError, EngineError: As ``Agent.greet``; before anything is fetched.
@@ -355,25 +355,14 @@ class Minding:
             try:
                 await self._agent.greet()
             except BaseException:
-                work.close()
+                await self._agent.close()
                 raise
             self._agent.follow_head(lambda: worker.head)
             self._agent.repair_with(worker.repair)
             stack.enter_context(self._relay.waking(self._agent))
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._agent.run())
-                group.create_task(self._look(worker))
-                await work
-
-    async def _look(self, worker: Worker) -> None:
-        """Learn which version was current before this began; no update tells."""
-        while not self._known.is_set():
-            found = await worker.current()
-            if found is not None and not self._known.is_set():
-                self.update(found)
-                return
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._known.wait(), LOOK_S)
+                await work()
 
 
 @contextlib.contextmanager

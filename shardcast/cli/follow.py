@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -159,13 +159,18 @@ async def _follow(
     minding: Minding | None,
 ) -> None:
     async def updates() -> None:
-        async for update in worker.follow():  # the view tells
+        async for update in worker.follow(current=minding is not None):  # the view tells
             if minding is not None:
                 minding.update(update)
 
-    work = updates() if listen is None else _serve(out, worker, directory, run, listen, updates())
+    async def work() -> None:
+        if listen is None:
+            await updates()
+        else:
+            await _serve(out, worker, directory, run, listen, updates)
+
     if minding is None:
-        await work
+        await work()
     else:
         await minding.run(worker, work)
 
@@ -176,7 +181,7 @@ async def _serve(
     directory: Path,
     run: str,
     listen: str,
-    updates: Coroutine[Any, Any, None],
+    updates: Callable[[], Coroutine[Any, Any, None]],
 ) -> None:
     import asyncio
 
@@ -189,7 +194,7 @@ async def _serve(
         out.emit("listening", url=url)
 
     async with asyncio.TaskGroup() as group:
-        group.create_task(updates)
+        group.create_task(updates())
         group.create_task(
             serve_out(
                 directory, run, listen, ready, depth=lambda: worker.depth, repair=worker.repair

@@ -8,6 +8,7 @@ import json
 import os
 import random
 import signal
+import socket
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from shardcast.engine.vllm import VllmEngine
 from shardcast.keys import public_pem
 from shardcast.store.run import RunStore
 from tests.engines import PluginServer, SglangServer, logprobs
-from tests.fakes import FakeRun, RunServer
+from tests.fakes import Close, FakeRun, Request, RunServer
 from tests.tree import tree
 from tests.unit.safetensors import safetensors
 from trainer_adapter.checkpoint import Checkpoint
@@ -183,6 +184,51 @@ def test_an_agent_that_starts_again_knows_what_is_served(tmp_path: Path) -> None
         activated(second, 2, server)
         assert [event["version"] for event in second.events("activated")] == [2]
         assert server.machine.loads == [str(here.out / f"versions/00000{n}") for n in (1, 2)]
+
+
+def pulled(here: Place) -> Path:
+    """Get version 1, without any engine; return its directory."""
+    here.publish(1)
+    pem = here.root / "run.pub"
+    pem.write_bytes(public_pem(here.run.keys[0]))
+    pull = here.processes.start(
+        shardcast(
+            "pull", here.run.name, "--from", here.source.url, "--out", here.out, "--pubkey", pem
+        ),
+        name="pull",
+    )
+    assert pull.wait(timeout=WAIT_S) == 0
+    return here.out / "versions" / "000001"
+
+
+def test_what_was_current_before_is_brought_to_engines_while_no_source_answers(
+    tmp_path: Path,
+) -> None:
+    with place(tmp_path, PluginServer()) as here:
+        pulled(here)
+        here.source.head_fault = lambda request: [Close()]
+        activated(here.follow(), 1, *here.servers)
+        assert here.servers[0].machine.answer() == weights(1)
+
+
+def test_what_was_current_before_and_is_damaged_is_brought_to_engines_once_it_is_whole(
+    tmp_path: Path,
+) -> None:
+    with place(tmp_path, PluginServer()) as here:
+        os.truncate(pulled(here) / "model.safetensors", 10)
+        asked: list[Request] = []
+
+        def close(request: Request, data: bytes) -> list[Close]:
+            asked.append(request)
+            return [Close()]
+
+        here.source.fault = close
+        follow = here.follow()
+        eventually(lambda: len(asked) >= 4, "what is missing is asked for again and again")
+        # At the start, and when it was begun to be fetched.
+        assert len(follow.events("damaged")) <= 2
+        here.source.fault = lambda request, data: None
+        activated(follow, 1, *here.servers)
 
 
 def test_killed_while_an_engine_loads(tmp_path: Path) -> None:
@@ -423,6 +469,23 @@ def test_what_is_wrong_with_an_engine_is_said_before_anything_is_fetched(
         assert server.url in error["message"]
         assert said in error["message"]
         assert not here.source.blob_requests
+
+
+@pytest.mark.parametrize("wrong", ["metrics", "key"])
+def test_what_ends_it_at_the_start_is_all_that_it_says(tmp_path: Path, wrong: str) -> None:
+    """Nothing of Python's: no coroutine that was never awaited."""
+    with place(tmp_path, PluginServer()) as here, socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        if wrong == "key":
+            here.servers[0].http.token = "another"
+        metrics = ("--metrics", f"127.0.0.1:{port}") if wrong == "metrics" else ()
+        follow = here.follow("--serve", "127.0.0.1:0", *metrics)
+        assert follow.wait(timeout=WAIT_S) == 2
+        (error,) = follow.events("error")
+        assert ("--metrics" if wrong == "metrics" else "--engine-token-file") in error["message"]
+        assert follow.stderr_tail() == f"error: {error['message']}"
 
 
 @pytest.mark.parametrize(
