@@ -3,14 +3,15 @@
 vLLM finds an adapter's cached prefixes and its weights by name, so a name that is used twice can
 serve what was there before. The name that requests use therefore carries version and digest. And
 vLLM drops every adapter when the base model is reloaded, so they are all added again, and looked
-for, before the engine is resumed.
+for, before the engine is resumed. Each right after it was added: vLLM keeps as many as
+``--max-cpu-loras`` says, and loads the others when a request wants them.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Protocol
+from typing import Final, Protocol
 
 from msgspec.structs import replace
 
@@ -18,6 +19,9 @@ from shardcast.engine.forms import MAX_LORAS, Identity, Lora, LoraRequest
 from shardcast.errors import ShardcastError
 from trainer_adapter.vllm.machine import Machine, SwapError
 from trainer_adapter.vllm.verifying import code_of
+
+RETIRED_SECONDS: Final = 3600.0
+"""How long an adapter that was unloaded stays leased: longer than the requests that have it run."""
 
 
 class AdapterHost(Protocol):
@@ -78,7 +82,18 @@ def model_name(name: str, identity: Identity) -> str:
 class Adapters:
     """The adapters of one server."""
 
-    def __init__(self, host: AdapterHost, hold: Hold, cell: Cell) -> None:
+    def __init__(
+        self, host: AdapterHost, hold: Hold, cell: Cell, *, retired_s: float = RETIRED_SECONDS
+    ) -> None:
+        """Know of none yet.
+
+        Args:
+            host: Where they are loaded.
+            hold: Verifies and leases them.
+            cell: Where the server's state lies.
+            retired_s: How long those that were unloaded stay leased.
+        """
+        self._retired_s = retired_s
         self._host = host
         self._hold = hold
         self._cell = cell
@@ -115,8 +130,8 @@ class Adapters:
                 held.close()
                 raise
             before = self._held.pop(model, None)
-            if before is not None:
-                before.close()
+            if before is not None:  # it was loaded from another directory
+                self._retire(request.name, before)
             self._held[model] = held
             self._set(
                 request.name,
@@ -154,21 +169,17 @@ class Adapters:
         """
         async with self._lock:
             wanted = self._host.models()
-            if not wanted:
-                return []
             problems = {}
-            for model in sorted(wanted - await self._host.present()):
+            for model in sorted(wanted - await self._host.present() if wanted else ()):
                 try:
                     problem = await self._again(model)
                 except Exception as error:
                     problem = f"adapter {model} could not be loaded again: {error}"
                 if problem is not None:
                     problems[model] = problem
-            present = await self._host.present()
-            for model in sorted(wanted - present - problems.keys()):
-                problems[model] = f"adapter {model} is not there after it was loaded again"
+            there = wanted - problems.keys()
             machine = self._cell.machine
-            lora = tuple(replace(one, loaded=one.model in present) for one in machine.lora)
+            lora = tuple(replace(one, loaded=one.model in there) for one in machine.lora)
             self._cell.machine = machine.with_lora(lora)
             return list(problems.values())
 
@@ -211,11 +222,13 @@ class Adapters:
         """
         held = self._held.get(model)
         why = None if held is None else held.changed()
+        missing = False
         if why is None:
             await self._host.again(model)
+            missing = model not in await self._host.present()
             why = None if held is None else held.changed()
         if why is None:
-            return None
+            return f"adapter {model} is not there after it was loaded again" if missing else None
         await self._host.remove(model)
         return f"adapter {model}: {why} since it was verified; load it again"
 
@@ -233,13 +246,21 @@ class Adapters:
                 "failed", f"unloading adapter {old.model}: {error}", phase="lora"
             ) from error
         held = self._held.pop(old.model, None)
-        # Running requests may read the old one again from its files: they stay leased until the
-        # next one goes.
-        before = self._last.pop(old.name, None)
         if held is not None:
-            self._last[old.name] = held
+            self._retire(old.name, held)
+
+    def _retire(self, name: str, held: Held) -> None:
+        """Keep the lease until the next one goes, or for a while: running requests may read it."""
+        before = self._last.pop(name, None)
         if before is not None:
             before.close()
+        self._last[name] = held
+        asyncio.get_running_loop().call_later(self._retired_s, self._forget, name, held)
+
+    def _forget(self, name: str, held: Held) -> None:
+        if self._last.get(name) is held:
+            del self._last[name]
+            held.close()
 
     def _find(self, name: str) -> Lora | None:
         return next((one for one in self._cell.machine.lora if one.name == name), None)

@@ -112,14 +112,18 @@ class VllmAdapters:
     async def add(self, model: str, path: str) -> None:
         """Load an adapter on all ranks, and register its name.
 
+        What is registered is read from where it was: under another path it is loaded anew.
+
         Raises:
             RuntimeError: If vLLM refuses it.
         """
         from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
 
-        if model in self._requests:
+        known = self._requests.get(model)
+        if known is not None and known.lora_path == path:
             await self.again(model)
             return
+        await self.remove(model)
         request = LoadLoRAAdapterRequest(lora_name=model, lora_path=path)
         _check(await self._state.openai_serving_models.load_lora_adapter(request))
 

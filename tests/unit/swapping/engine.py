@@ -218,12 +218,17 @@ class FakeEngine:
 
 
 class FakeHost:
-    """``AdapterHost`` whose adapters go when its engine reloads."""
+    """``AdapterHost`` whose adapters go when its engine reloads.
+
+    It holds ``capacity`` of them; each one more takes the place of another.
+    """
 
     def __init__(self, engine: FakeEngine | None = None) -> None:
         self.engine = engine
         self.registered: dict[str, str] = {}
         self.loaded: set[str] = set()
+        self.capacity = 8
+        self.forgetful = False
         self.broken: set[str] = set()
         self.why_not = ""
         self.deaf = False
@@ -248,6 +253,10 @@ class FakeHost:
     async def again(self, model: str) -> None:
         if model in self.broken:
             raise RuntimeError("no room for it")
+        if self.forgetful:
+            return
+        while len(self.loaded - {model}) >= self.capacity:
+            self.loaded.remove(min(self.loaded - {model}))
         self.loaded.add(model)
 
     async def present(self) -> set[str]:

@@ -37,6 +37,7 @@ from tests.unit.swapping.engine import (
     Lease,
     Leases,
 )
+from tests.unit.swapping.test_activation import until
 from trainer_adapter.vllm.adapters import Adapters, model_name
 from trainer_adapter.vllm.api import Api, Call, Reply, is_near
 from trainer_adapter.vllm.machine import Facts
@@ -277,6 +278,43 @@ async def test_an_adapter_that_comes_back_with_the_next_swap_is_no_failure_any_m
     assert (await server.post(ACTIVATE_PATH, members(NEXT))).status == 200
     assert adapters(server) == {model: True}
     assert server.swapper.state.last_failure is None
+
+
+async def test_more_adapters_than_the_engine_holds_at_a_time_come_back(server: Server) -> None:
+    """vLLM holds ``--max-cpu-loras`` (1), and loads the others when a request wants them."""
+    server.host.capacity = 1
+    for name in ("style", "tone"):
+        assert (await server.post(LORA_PATH, lora(OLD, name=name))).status == 200
+    for target in (NEW, NEXT):
+        assert (await server.post(ACTIVATE_PATH, members(target))).status == 200
+        assert server.swapper.state.last_failure is None
+        assert adapters(server) == {
+            model_name("style", OLD.identity): True,
+            model_name("tone", OLD.identity): True,
+        }
+    server.host.forgetful = True
+    assert (await server.post(ACTIVATE_PATH, members(NEW))).status == 200
+    assert set(adapters(server).values()) == {False}
+    failure = server.swapper.state.last_failure
+    assert failure is not None
+    for name in ("style", "tone"):
+        assert f"{model_name(name, OLD.identity)} is not there after" in failure.message
+
+
+async def test_an_adapter_that_others_have_unloaded_is_not_called_loaded(server: Server) -> None:
+    await server.post(LORA_PATH, lora(OLD))
+    await server.host.remove(model_name("style", OLD.identity))  # by vLLM's own route
+    assert (await server.post(ACTIVATE_PATH, members(NEW))).status == 200
+    assert adapters(server) == {model_name("style", OLD.identity): False}
+
+
+async def test_the_lease_of_an_unloaded_adapter_ends(server: Server) -> None:
+    retiring = Adapters(server.host, server.leases, server.swapper, retired_s=0.0)
+    server.api = Api(server.swapper, retiring, has_key=True)
+    for target in (OLD, NEW):
+        await server.post(LORA_PATH, lora(target))
+    await server.post(LORA_PATH, lora(NEW, "unload"))
+    await until(lambda: not server.leases.held)
 
 
 async def test_an_adapter_whose_files_were_changed_is_not_put_back(server: Server) -> None:

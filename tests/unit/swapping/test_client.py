@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from tests.unit.swapping.engine import OLD
 from trainer_adapter.vllm import client as module
 from trainer_adapter.vllm.client import VllmAdapters, VllmControl
 from trainer_adapter.vllm.ranks import RankReply, state_command, write_reply
+
+LORA = "vllm.entrypoints.serve.lora"
 
 
 class EngineClient:
@@ -50,6 +53,9 @@ class EngineClient:
 
     async def add_lora(self, request: Any) -> None:
         self.loras.add(request.lora_int_id)
+
+    async def remove_lora(self, number: int) -> None:
+        self.loras.discard(number)
 
     async def list_loras(self) -> set[int]:
         return self.loras
@@ -115,7 +121,59 @@ async def test_adapters_are_known_by_the_names_of_requests() -> None:
     assert await host.present() == set()
     await host.again("b")
     assert await host.present() == {"b"}
+    assert client.loras == {1}
     none = VllmAdapters(client, SimpleNamespace(), enabled=False)
     assert "--enable-lora" in none.refusal()
     assert none.models() == set()
     assert await none.present() == set()
+
+
+class Models:
+    """vLLM's ``OpenAIServingModels``, as far as it is used."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+        self._made = 0
+        self.lora_requests: dict[str, Any] = {}
+
+    async def load_lora_adapter(self, request: Any) -> Any:
+        if request.lora_name in self.lora_requests:
+            return SimpleNamespace(error=SimpleNamespace(message="it is loaded already"))
+        self._made += 1
+        made = SimpleNamespace(lora_int_id=self._made, lora_path=request.lora_path)
+        self.lora_requests[request.lora_name] = made
+        await self._client.add_lora(made)
+        return "Success"
+
+    async def unload_lora_adapter(self, request: Any) -> Any:
+        if self.lora_requests.pop(request.lora_name, None) is None:
+            return SimpleNamespace(error=SimpleNamespace(message="it is not there"))
+        return "Success"
+
+
+async def test_an_adapter_is_loaded_from_where_it_was_verified(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("vllm", "vllm.entrypoints", "vllm.entrypoints.serve", LORA, f"{LORA}.protocol"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    protocol = sys.modules[f"{LORA}.protocol"]
+    for kind in ("LoadLoRAAdapterRequest", "UnloadLoRAAdapterRequest"):
+        monkeypatch.setattr(protocol, kind, SimpleNamespace, raising=False)
+    client = EngineClient()
+    models = Models(client)
+    host = VllmAdapters(client, SimpleNamespace(openai_serving_models=models), enabled=True)
+
+    async def loaded_from(path: str) -> None:
+        await host.add("a", path)
+        assert models.lora_requests["a"].lora_path == path
+        assert await host.present() == {"a"}
+        assert client.loras == {models.lora_requests["a"].lora_int_id}
+
+    await loaded_from("/out/versions/1")
+    client.loras.clear()  # by a reload
+    await loaded_from("/out/versions/1")
+    assert models.lora_requests["a"].lora_int_id == 1  # the same one, once more
+    await loaded_from("/another/out/versions/1")
+    await host.remove("a")
+    await host.remove("a")
+    assert (host.models(), client.loras) == (set(), set())
