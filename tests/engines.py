@@ -169,7 +169,7 @@ class FakeEngine:
             )
         self.machine.paused = True
         before = self._state.identity
-        self.set(activating=activating_of(target))
+        self.set(activating=activating_of(target), paused=True, ready=False)
         try:
             await asyncio.to_thread(self.machine.load, str(target.path))
         except OSError as error:
@@ -199,7 +199,7 @@ class FakeEngine:
                      staged=None, last_failure=failure)  # fmt: skip
         else:
             self.machine.paused = False
-            self.set(activating=None, staged=None, last_failure=failure)
+            self.set(activating=None, staged=None, paused=False, ready=True, last_failure=failure)
 
     async def tell(self, run: str, newest: int, max_lag: int | None) -> EngineState:
         self._reach()

@@ -70,7 +70,8 @@ class Waits:
 
     Attributes:
         ask_s: For small questions: its API process answers them even while its ranks load.
-        stage_s: Until a version is staged: hashing 1 TB from a slow disk. Only the agent waits for it.
+        stage_s: Until a version is staged: hashing 1 TB from a slow disk. Only the agent waits for it,
+            and finds by looks at the state whether the engine still answers.
         score_s: For log-probabilities: one prefill that queues behind running requests.
         margin_s: Beyond a lease, for what has one.
     """

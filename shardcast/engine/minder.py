@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
 
 from shardcast.canary import Canary
 from shardcast.engine.board import Board
@@ -24,6 +25,7 @@ from shardcast.engine.patience import Patience
 from shardcast.engine.repairs import is_about_files
 from shardcast.engine.reports import Reports
 from shardcast.engine.telling import Telling
+from shardcast.engine.watching import SILENT_LOOKS, SilentError, watched
 from shardcast.errors import (
     EngineError,
     EngineKeyError,
@@ -32,6 +34,8 @@ from shardcast.errors import (
     EngineUnreachableError,
 )
 from shardcast.events import WorkerEvent
+
+_T = TypeVar("_T")
 
 
 class Minder:
@@ -136,21 +140,25 @@ class Minder:
         action, began = decide(self._view(state)), self._clock()
         try:
             return await self._perform(action, state)
-        except EngineRefusedError as error:
-            if self._pending is not None:
-                return 0.0  # the state says what becomes of it
-            if error.reason == "busy":  # somebody else is at it: no failure of the engine's
-                return self._options.watch_s
-            if self._patience.passes(error, action.kind):
-                return 0.0
-            return self._fail(error, error.phase, action)
-        except EngineUncertainError as error:
-            if self._pending is not None:
-                return 0.0  # the state says what became of it
-            self._unsure = (action, began)
-            return self._fail(error, action.kind.value, action)
         except EngineError as error:
+            return self._heed(error, action, began)
+
+    def _heed(self, error: EngineError, action: Action, began: float) -> float:
+        """Take that the engine did not do it; return how long to wait before the next round."""
+        if self._pending is not None and action.kind is Kind.ACTIVATE:
+            return 0.0  # the state says what becomes of it
+        if isinstance(error, EngineUncertainError):
+            self._unsure = (action, began)
+            if isinstance(error, SilentError):
+                return self._lost(error)
+            return self._fail(error, action.kind.value, action)
+        if not isinstance(error, EngineRefusedError):
             return self._lost(error)
+        if error.reason == "busy":  # somebody else is at it: no failure of the engine's
+            return self._options.watch_s
+        if self._patience.passes(error, action.kind):
+            return 0.0
+        return self._fail(error, error.phase, action)
 
     async def _perform(self, action: Action, state: EngineState) -> float:
         target = action.target
@@ -171,15 +179,16 @@ class Minder:
                 with self._working_on(target):
                     await self._load(target)
             case Kind.UNLOAD if action.identity is not None and self._board.use.adapter:
-                await self._engine.unload_adapter(self._board.use.adapter, action.identity)
+                name = self._board.use.adapter
+                await self._watched(self._engine.unload_adapter(name, action.identity))
             case _:
                 return self._pause_s(state)
         return 0.0
 
     def _pause_s(self, state: EngineState) -> float:
         """Return when to look again, where nothing is to be done now."""
-        watched = self._options.mode is Mode.MANUAL or state.activating is not None
-        pause_s = self._options.watch_s if watched or self._pending else self._options.poll_s
+        soon = self._options.mode is Mode.MANUAL or state.activating is not None
+        pause_s = self._options.watch_s if soon or self._pending else self._options.poll_s
         rests_s = (self._patience.left_s, self._telling.left_s)
         return max(min([pause_s, *(rest_s for rest_s in rests_s if rest_s > 0)]), 0.01)
 
@@ -246,7 +255,7 @@ class Minder:
 
     async def _stage(self, target: Target) -> None:
         started = self._clock()
-        self._state = await self._engine.stage(target)
+        self._state = await self._watched(self._engine.stage(target), SILENT_LOOKS)
         self._metrics.seen(self.name, self._state, self._board.newest)
         self._reports.staged(target, self._clock() - started)
         self._patience.succeeded(Kind.STAGE)
@@ -256,7 +265,7 @@ class Minder:
         slots.take(self.name)
         self._begun, self._overrun = target.identity, None
         try:
-            swapped = await self._engine.activate(target)
+            swapped = await self._watched(self._engine.activate(target))
         except (EngineUnreachableError, EngineKeyError):  # nothing was begun
             slots.give_back(self.name)
             raise
@@ -275,10 +284,22 @@ class Minder:
             self._note(target.identity, target.step, swapped.pause_ms)
         return 0.0
 
+    async def _watched(self, work: Coroutine[Any, Any, _T], silent_looks: int | None = None) -> _T:
+        """Wait for an engine that takes long, and show meanwhile what it says of itself.
+
+        One that pauses may be unable to answer: it has its lease, and is not given up before.
+        """
+
+        async def look() -> None:
+            state = await self._engine.state()
+            self._metrics.seen(self.name, state, self._board.newest)
+
+        return await watched(work, look, every_s=self._options.poll_s, silent_looks=silent_looks)
+
     async def _load(self, target: Target) -> None:
         name = self._board.use.adapter
         assert name is not None
-        state = await self._engine.load_adapter(name, target)
+        state = await self._watched(self._engine.load_adapter(name, target))
         self._reports.loaded(target, _model_of(state, name, target))
         self._patience.succeeded(Kind.LOAD)
 
@@ -412,7 +433,8 @@ class Minder:
         target = self._board.leases.targets.get(identity.digest)
         canary = None if target is None else self._canary(target)
         try:
-            verdict = await self._checks.ask(identity, canary, state)
+            asking = self._checks.ask(identity, canary, state)
+            verdict = await self._watched(asking, SILENT_LOOKS)
         except EngineError as unanswered:
             self._checks.unanswered(unanswered)
             self._reports.failed(unanswered, "check", target)

@@ -186,8 +186,10 @@ async def test_other_failures_and_nobody_to_repair_are_as_before(tmp_path: Path)
         engine.refuse_stage, engine.refuse_reason = "not what was published", "integrity"
         world.publish(1)  # nobody repairs
         await world.until(lambda: engine.calls.count("stage 1") > 2)
-        repairing(world, worker)
         engine.refuse_reason = "incompatible"
+        tried = engine.calls.count("stage 1")
+        await world.until(lambda: engine.calls.count("stage 1") > tried + 1)
+        repairing(world, worker)
         tried = engine.calls.count("stage 1")
         await world.until(lambda: engine.calls.count("stage 1") > tried + 2)
         assert worker.asked == []
