@@ -84,6 +84,10 @@ class HttpSession:
         self._idle: dict[str, list[_Line]] = {}
         self._closed = False
 
+    def set_header(self, name: str, value: str) -> None:
+        """Send a header with every request that begins from now on."""
+        self._headers[name] = value
+
     async def get(self, endpoint: Endpoint, path: str, *, limit: int, timeout_s: float) -> Answer:
         """Get ``path`` (below the endpoint's prefix). Cancellation closes the connection.
 

@@ -274,7 +274,11 @@ def _engine(
     from shardcast.engine.driver import Manner
 
     requests: Requests = options.requests.value
-    token, manner = read_token(options.token_file, TOKEN_VARIABLE), Manner(requests, lease_s)
+    manner = Manner(requests, lease_s)
+
+    def token() -> str | None:
+        return read_token(options.token_file, TOKEN_VARIABLE)
+
     if options.kind is EngineChoice.VLLM:
         from shardcast.engine.vllm import VllmEngine
 

@@ -1,13 +1,14 @@
 """JSON over HTTP to one engine: its key, its time limits, and its errors told as ours.
 
-The key is sent and never shown: no message, log line or event has it.
+The key is sent and never shown: no message, log line or event has it. Where it comes from a file, that is
+read again as soon as an engine does not take it: keys are rotated while an agent runs.
 """
 
 from __future__ import annotations
 
 import ssl
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Final
 
 import msgspec
 
@@ -25,6 +26,12 @@ from shardcast.errors import (
     ShardcastError,
 )
 
+REFUSED: Final = (401, 403)
+"""Statuses of a request whose key is not taken."""
+
+Key = str | Callable[[], str | None] | None
+"""An API key, or what reads it; it raises a ``ShardcastError`` if it cannot."""
+
 
 class EngineClient:
     """Talks to one engine. For one event loop.
@@ -37,7 +44,7 @@ class EngineClient:
     def __init__(
         self,
         url: str,
-        token: str | None,
+        token: Key,
         *,
         missing: str,
         config: NetConfig | None = None,
@@ -48,7 +55,8 @@ class EngineClient:
 
         Args:
             url: Its base URL.
-            token: Its API key, None where it has none.
+            token: Its API key, or what reads it (again, where the engine does not take it); None
+                where it has none.
             missing: What to do where it has none of the routes.
             config: Network bounds.
             tls: For https; None means the system's certificates.
@@ -56,15 +64,18 @@ class EngineClient:
 
         Raises:
             UsageError: If it is no URL.
+            ShardcastError: What reads the key raises.
         """
         self._endpoint = parse_endpoint(url)
         self.url = self._endpoint.url
-        self._has_token = token is not None
+        self._read_key = token if callable(token) else None
+        self._key = token() if callable(token) else token
+        self._unread = ""
         self._missing = missing
         self.waits = waits or Waits()
         headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
-        if token is not None:
-            headers["Authorization"] = f"Bearer {token}"
+        if self._key is not None:
+            headers["Authorization"] = f"Bearer {self._key}"
         self._http = HttpSession(config or NetConfig(), headers, tls)
 
     async def get(self, path: str) -> bytes:
@@ -75,8 +86,10 @@ class EngineClient:
             EngineKeyError, EngineUnsupportedError, EngineRefusedError: As the answer says.
         """
         try:
-            answer = await self._http.get(
-                self._endpoint, path, limit=MAX_ANSWER_BYTES, timeout_s=self.waits.ask_s
+            answer = await self._keyed(
+                lambda: self._http.get(
+                    self._endpoint, path, limit=MAX_ANSWER_BYTES, timeout_s=self.waits.ask_s
+                )
             )
         except ShardcastError as error:
             raise self._unreachable(error) from error
@@ -94,6 +107,8 @@ class EngineClient:
     ) -> Answer:
         """Post JSON, once; return the answer whatever its status, but for those that say no route.
 
+        What was refused for its key, and so had no effect, is posted once more with the new one.
+
         Args:
             path: Path and query.
             content: The JSON.
@@ -107,8 +122,10 @@ class EngineClient:
         body = content if isinstance(content, bytes) else msgspec.json.encode(content)
         timeout_s = self.waits.ask_s if timeout_s is None else timeout_s
         try:
-            answer = await self._http.post(
-                self._endpoint, path, body, limit=MAX_ANSWER_BYTES, timeout_s=timeout_s
+            answer = await self._keyed(
+                lambda: self._http.post(
+                    self._endpoint, path, body, limit=MAX_ANSWER_BYTES, timeout_s=timeout_s
+                )
             )
         except UnansweredError as error:
             raise EngineUncertainError(
@@ -143,14 +160,43 @@ class EngineClient:
         """Close connections."""
         await self._http.close()
 
+    async def _keyed(self, ask: Callable[[], Awaitable[Answer]]) -> Answer:
+        """Ask; where the key is not taken, once more with the one that there is now, if it is another."""
+        shown = self._key
+        answer = await ask()
+        if answer.status in REFUSED and self._renew(shown):
+            answer = await ask()
+        return answer
+
+    def _renew(self, shown: str | None) -> bool:
+        """Read the key again; say whether it is another than the one that was shown."""
+        self._unread = ""
+        if self._read_key is None:
+            return False
+        try:
+            key = self._read_key()
+        except ShardcastError as error:
+            self._unread = f"; it was read again, in vain: {error.message}"
+            return False
+        if key is not None and key != self._key:
+            self._key = key
+            self._http.set_header("Authorization", f"Bearer {key}")
+        return self._key != shown
+
     def _judge(self, path: str, answer: Answer) -> None:
-        if answer.status in (401, 403):
-            shown = "does not take the key" if self._has_token else "wants a key"
-            raise EngineKeyError(
-                f"engine {self.url} {shown}: give what it was started with (--api-key) by "
-                "--engine-token-file FILE, or SHARDCAST_ENGINE_TOKEN in the environment",
-                source=self.url,
-            )
+        if answer.status in REFUSED:
+            if self._key is None:
+                said = (
+                    "wants a key: start again with the one that it was started with (--api-key), by "
+                    "--engine-token-file FILE, or SHARDCAST_ENGINE_TOKEN in the environment"
+                )
+            else:
+                said = (
+                    "does not take the key: put the one that it was started with (--api-key) into the "
+                    "file of --engine-token-file, which is read again by itself; or start again with "
+                    f"that one in SHARDCAST_ENGINE_TOKEN{self._unread}"
+                )
+            raise EngineKeyError(f"engine {self.url} {said}", source=self.url)
         if answer.status in (404, 405):
             raise EngineUnsupportedError(
                 f"{self.url} has no {path}: {self._missing}", source=self.url

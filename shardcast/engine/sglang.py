@@ -24,7 +24,7 @@ from typing import Any, Final
 
 from shardcast.config import NetConfig
 from shardcast.engine import forms
-from shardcast.engine.client import EngineClient
+from shardcast.engine.client import EngineClient, Key
 from shardcast.engine.driver import Manner, Swapped, Target, reason_of
 from shardcast.engine.fitting import misfit
 from shardcast.engine.forms import EngineState, Identity, Phase
@@ -82,7 +82,7 @@ class SglangEngine:
     def __init__(
         self,
         url: str,
-        token: str | None = None,
+        token: Key = None,
         manner: Manner | None = None,
         *,
         intents: Intents | None = None,
@@ -95,7 +95,7 @@ class SglangEngine:
 
         Args:
             url: Its base URL.
-            token: Its API key or admin key.
+            token: Its API key or admin key, or what reads it: again, where the server does not take it.
             manner: How it swaps.
             intents: Remembers an activation under way.
             check: Verifies a version's files when it is staged.

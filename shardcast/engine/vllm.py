@@ -11,7 +11,7 @@ import msgspec
 from shardcast.asyncget import Answer
 from shardcast.config import NetConfig
 from shardcast.engine import forms
-from shardcast.engine.client import EngineClient
+from shardcast.engine.client import EngineClient, Key
 from shardcast.engine.driver import Manner, Swapped, Target
 from shardcast.engine.forms import EngineState, Identity
 from shardcast.engine.scoring import score_vllm
@@ -36,7 +36,7 @@ class VllmEngine:
     def __init__(
         self,
         url: str,
-        token: str | None = None,
+        token: Key = None,
         manner: Manner | None = None,
         *,
         config: NetConfig | None = None,
@@ -46,7 +46,7 @@ class VllmEngine:
 
         Args:
             url: Its base URL.
-            token: Its API key.
+            token: Its API key, or what reads it: again, where the server does not take it.
             manner: How it swaps.
             config: Network bounds.
             tls: For https.

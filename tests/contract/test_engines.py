@@ -147,6 +147,49 @@ async def test_a_wrong_key_names_the_engine_and_the_option(
             await engine.close()
 
 
+@pytest.mark.parametrize("kind", [VllmEngine, SglangEngine])
+async def test_a_key_that_is_rotated_is_read_again(
+    kind: Callable[..., Engine], tmp_path: Path
+) -> None:
+    server = (
+        PluginServer(token="secret-1") if kind is VllmEngine else SglangServer(token="secret-1")
+    )
+    keys, reads = ["secret-1"], [0]
+
+    def key() -> str:
+        reads[0] += 1
+        if keys[0] == "gone":
+            raise UsageError("cannot read token file /etc/key")
+        return keys[0]
+
+    with server.http.running():
+        engine = kind(server.url, key, config=QUICK)
+        await engine.state()
+        assert reads == [1]
+        server.http.token = keys[0] = "secret-2"
+        await engine.state()
+        assert reads == [2]
+        server.http.token = keys[0] = "secret-3"
+        target = make_version(tmp_path / "versions", 1)
+        await engine.activate(target)  # a POST: what was refused is posted again
+        assert served_by(await engine.state()) == target.identity
+        assert server.machine.loads == [str(target.path)]
+        assert reads == [3]
+        server.http.token = "secret-4"
+        asked = len(server.http.asked)
+        with pytest.raises(EngineKeyError, match="which is read again") as refused:
+            await engine.state()
+        assert len(server.http.asked) <= asked + 1  # the same key is not shown twice
+        keys[0] = "gone"
+        with pytest.raises(EngineKeyError, match="cannot read token file /etc/key") as unread:
+            await engine.state()
+        for error in (refused, unread):
+            assert "secret" not in str(error.value)
+        keys[0] = "secret-4"
+        await engine.state()
+        await engine.close()
+
+
 async def test_a_server_without_our_routes_is_told_how_to_get_them() -> None:
     server = SglangServer()
     with server.http.running():

@@ -471,6 +471,20 @@ def test_what_is_wrong_with_an_engine_is_said_before_anything_is_fetched(
         assert not here.source.blob_requests
 
 
+def test_a_key_that_is_rotated_needs_no_other_start(tmp_path: Path) -> None:
+    with place(tmp_path, PluginServer()) as here:
+        (server,) = here.servers
+        here.publish(1)
+        follow = here.follow()
+        activated(follow, 1, server)
+        server.http.token = f"{SECRET}-the-next"
+        told = follow.wait_event("engine_failed", timeout=WAIT_S)
+        assert "does not take the key" in told["message"]
+        (here.root / "token").write_text(f"{server.http.token}\n")
+        here.publish(2)
+        activated(follow, 2, server)
+
+
 @pytest.mark.parametrize("wrong", ["metrics", "key"])
 def test_what_ends_it_at_the_start_is_all_that_it_says(tmp_path: Path, wrong: str) -> None:
     """Nothing of Python's: no coroutine that was never awaited."""
