@@ -344,6 +344,24 @@ async def test_an_engine_that_is_silent_for_good_holds_the_others_up_for_its_lea
                 assert first.machine.loads == [str(world.version(1).path)]
 
 
+async def test_an_engine_that_hangs_while_it_stages_is_found_by_its_state(
+    tmp_path: Path, servers: list[Server]
+) -> None:
+    """However long hashing may take; when it answers again it is told the newest version at once."""
+    first, second = servers
+    first.http.faults[forms.STAGE_PATH] = ["silent"]
+    async with minding(tmp_path, servers, Waits(SOON_S, stage_s=3600.0, margin_s=0.0)) as world:
+        world.publish(1)
+        await world.asked(first, f"POST {forms.STAGE_PATH}")
+        first.http.faults[forms.STATE_PATH] = ["silent"] * 1000
+        await world.activated(1, second)
+        await world.until(lambda: any("cannot be reached" in said for said in world.failures()))
+        world.publish(2)
+        first.http.faults.clear()
+        await world.activated(2)
+        assert world.told(EventKind.STAGED, first) == [2]
+
+
 async def test_an_orchestrator_hears_of_what_was_staged_without_an_answer(
     tmp_path: Path, servers: list[Server]
 ) -> None:
