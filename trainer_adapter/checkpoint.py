@@ -261,6 +261,15 @@ class Checkpoint:
             return f"version {self.version.number} is not verified"
         return self._difference()
 
+    def require_unchanged(self, what: str) -> None:
+        """Refuse what was made of the files, where they changed while it was ``what`` (done).
+
+        Raises:
+            IntegrityError: If ``changed`` says so.
+        """
+        if (reason := self.changed()) is not None:
+            raise IntegrityError(f"{reason} while it was {what}", source=str(self.directory))
+
     def _difference(self) -> str | None:
         for file in self._files.values():
             try:

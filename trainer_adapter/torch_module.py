@@ -28,7 +28,7 @@ from shardcast.canary import Canary, Prompt
 from shardcast.engine.driver import Swapped, Target, reason_of
 from shardcast.engine.forms import DEFAULT_LEASE_SECONDS, EngineState, Identity, Phase
 from shardcast.engine.ledger import Ledger, Watch
-from shardcast.errors import EngineRefusedError, IntegrityError, ShardcastError
+from shardcast.errors import EngineRefusedError, ShardcastError
 from trainer_adapter.checkpoint import Checkpoint
 from trainer_adapter.torch_fit import Tensors, memory_of, misfits, places_of
 
@@ -104,7 +104,8 @@ class TorchEngine:
 
     async def state(self) -> EngineState:
         """Return what it says about itself."""
-        served = None if self._served is None else self._served[0].identity
+        held = self._served  # once: a swap in its thread may take it away
+        served = None if held is None else held[0].identity
         return self._ledger.state(
             served, paused=self._gate.paused or self._poisoned, poisoned=self._poisoned
         )
@@ -184,7 +185,7 @@ class TorchEngine:
             try:
                 checkpoint.verify()
                 tensors = self._load(self._module, checkpoint)
-                _require_unchanged(checkpoint, "read")
+                checkpoint.require_unchanged("read")
                 misfit = misfits(self._module, tensors)
                 if misfit is not None:
                     raise self._error("check", "incompatible", misfit, target)
@@ -236,7 +237,7 @@ class TorchEngine:
         self._ledger.at("load", target)
         try:
             self._overwrite(new[2])
-            _require_unchanged(new[1], "loaded")
+            new[1].require_unchanged("loaded")
         except Exception as error:
             watch.lap("load")
             self._give_back(target, old, error)
@@ -288,7 +289,7 @@ class TorchEngine:
             self._served = target, checkpoint, tensors  # those before may be of a damaged file
         self._overwrite(tensors)
         if mapped:
-            _require_unchanged(checkpoint, "loaded again")
+            checkpoint.require_unchanged("loaded again")
 
     def _overwrite(self, tensors: Tensors) -> None:
         import torch
@@ -381,11 +382,6 @@ def transformers_tensors(module: torch.nn.Module, checkpoint: Checkpoint) -> Ten
             copies[place] = found[name].clone()
         found[name] = copies[place]
     return found
-
-
-def _require_unchanged(checkpoint: Checkpoint, what: str) -> None:
-    if (reason := checkpoint.changed()) is not None:
-        raise IntegrityError(f"{reason} while it was {what}", source=str(checkpoint.directory))
 
 
 def _copy(into: torch.Tensor, tensor: torch.Tensor) -> None:

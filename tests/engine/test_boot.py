@@ -12,6 +12,7 @@ from tests.engine.conftest import Start
 from tests.engine.engines import EngineHost, EngineRaisedError, RunningEngine
 from tests.engine.moving import moving
 from tests.engine.test_failures import _flip
+from tests.engine.writing import writing
 
 COMPILED = {"enforce_eager": False, "dtype": "float32", "load_format": "shardcast"}
 
@@ -96,6 +97,13 @@ def test_what_was_not_published_is_not_booted(out: Out, start: Start) -> None:
     _flip(Path(target.path) / "model.safetensors")
     with pytest.raises(EngineRaisedError, match=r"model\.safetensors, shard \d+"):
         start(out.current, load_format="shardcast")
+
+
+def test_a_file_that_is_written_to_while_it_is_loaded_is_not_booted(out: Out, start: Start) -> None:
+    out.model("qwen2-tied", "bfloat16", 9)
+    said = r"model\.safetensors was changed or replaced while it was loaded"
+    with pytest.raises(EngineRaisedError, match=said):
+        start(out.current, load_format="shardcast", **writing())
 
 
 @pytest.mark.parametrize(

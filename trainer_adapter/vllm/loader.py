@@ -87,6 +87,7 @@ class ShardcastLoader(DefaultModelLoader):  # type: ignore[misc]
             target = msgspec.structs.replace(target, nonfinite=found)
             log.info("loading version %d of run %s", target.version, target.run)
             yield from checkpoint.tensors()
+            checkpoint.require_unchanged("loaded")  # vLLM takes all of them, so it comes here
         except BaseException:
             checkpoint.close()
             raise

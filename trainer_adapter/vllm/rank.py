@@ -194,8 +194,7 @@ class Rank:
 
     def _load(self, checkpoint: Checkpoint, load: Callable[[], None]) -> None:
         load()
-        if (reason := checkpoint.changed()) is not None:
-            raise RuntimeError(f"{reason} while it was loaded")
+        checkpoint.require_unchanged("loaded")
 
     def _restore(self, target: Target, why: str, phases: dict[str, float]) -> RankReply:
         """Load again what was served; every rank comes here, also those whose load went well."""
