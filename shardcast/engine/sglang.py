@@ -274,12 +274,20 @@ class SglangEngine:
             raise
 
     async def _swap(self, target: Target, before: Identity | None, watch: Watch) -> None:
-        """Load a version and continue."""
+        """Load a version and continue. It is paused: what cannot be sent now leaves it so."""
+        try:
+            await self._load_and_continue(target, before, watch)
+        except EngineUnreachableError as error:
+            raise EngineUncertainError(error.message, source=error.source) from error
+
+    async def _load_and_continue(
+        self, target: Target, before: Identity | None, watch: Watch
+    ) -> None:
         try:
             self._ledger.at("load", target)
             await self._load(target)
             watch.lap("load")
-        except (EngineRefusedError, EngineUncertainError) as error:
+        except (EngineRefusedError, EngineUncertainError, EngineUnreachableError) as error:
             await self._give_back(target, before, error, watch)
             raise
         self._ledger.at("resume", target)
@@ -330,7 +338,7 @@ class SglangEngine:
         self,
         target: Target,
         before: Identity | None,
-        error: EngineRefusedError | EngineUncertainError,
+        error: EngineError,
         watch: Watch,
     ) -> None:
         """Load the old version again, and only then continue; else it stays paused.

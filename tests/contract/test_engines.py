@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -436,6 +437,33 @@ async def test_a_cancelled_activation_is_ended_first(tmp_path: Path) -> None:
             await running
         assert served_by(await engine.state()) == make_version(tmp_path, 1).identity
         assert server.machine.answer() == "weights of policy 1"
+        await engine.close()
+
+
+@pytest.mark.parametrize("path", ["/update_weights_from_disk", "/continue_generation"])
+async def test_what_cannot_be_sent_after_the_pause_leaves_it_paused_and_says_so(
+    tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of the activation was begun: that is what an engine that cannot be reached would mean."""
+    server = SglangServer()
+    with server.http.running():
+        engine = sglang(server, tmp_path)
+        await engine.activate(make_version(tmp_path, 1))
+        post = engine._client.post
+
+        async def refused(asked: str, *more: Any, **members: Any) -> Any:
+            if asked == path:
+                raise EngineUnreachableError("connection refused", source=engine.name)
+            return await post(asked, *more, **members)
+
+        with monkeypatch.context() as broken:
+            broken.setattr(engine._client, "post", refused)
+            with pytest.raises(EngineUncertainError, match="connection refused"):
+                await engine.activate(make_version(tmp_path, 2))
+        state = await engine.state()
+        assert (state.poisoned, state.ready, server.machine.paused) == (True, False, True)
+        await engine.activate(make_version(tmp_path, 2))
+        assert server.machine.answer() == "weights of policy 2"
         await engine.close()
 
 
