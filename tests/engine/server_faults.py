@@ -1,7 +1,9 @@
-"""Routes that only tests have: a rank fails (``tests.engine.injected``), somebody else pauses."""
+"""Routes that only tests have: a rank fails (``tests.engine.injected``), somebody else pauses; and a
+``current`` that moves when the weights are loaded (``tests.engine.moving``)."""
 
 from __future__ import annotations
 
+import importlib
 from argparse import Namespace
 from typing import Any
 
@@ -30,6 +32,7 @@ def install() -> None:
         return JSONResponse({})
 
     def attach_router(self: Endpoints, app: Any) -> None:
+        importlib.import_module("tests.engine.moving")  # vLLM's sampling defaults are read after it
         attach(self, app)
         app.add_route(ARM_PATH, arm, methods=["POST"])
         app.add_route(PAUSE_PATH, pause, methods=["POST"])

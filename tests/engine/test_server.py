@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import threading
@@ -34,7 +35,8 @@ from shardcast.publishing import PublishOptions
 from shardcast.store.run import RunStore
 from tests.contract.made import signer
 from tests.engine.adapters import save_adapter
-from tests.engine.checkpoints import Out, add_tokenizer
+from tests.engine.checkpoints import Out, add_tokenizer, save
+from tests.engine.moving import variables
 from tests.engine.servers import (
     BACKEND,
     INJECTED,
@@ -614,6 +616,28 @@ def test_a_plugin_list_without_the_engine_is_explained(
         assert "VLLM_PLUGINS=shardcast,shardcast_http" in answer.json["error"]["message"]
         assert not server.state().ready
         assert server.completion(PROMPT).status == 200
+
+
+def test_a_server_does_not_start_with_another_version_s_sampling_defaults(
+    servers: ServerHost, tmp_path: Path
+) -> None:
+    """vLLM reads them when the weights are loaded: ``current`` may have moved by then."""
+    out, made = Out(tmp_path), []
+    for seed in (21, 22):
+        directory = save("qwen2-tied", "bfloat16", seed, out.scratch / f"defaults-{seed}")
+        (directory / "generation_config.json").write_text(f'{{"top_k": {seed}}}')
+        made.append(out.publish(directory))
+    out.run.switch_current(made[0].version)
+    server = servers.begin(
+        str(out.current), "--load-format", "shardcast", **variables(out.current, made[1].version)
+    )
+    with contextlib.ExitStack() as undo:
+        undo.callback(server.end)
+        with pytest.raises(AssertionError, match="the server ended") as ended:
+            server.wait_started()
+    assert out.current.resolve() == Path(made[1].path)
+    said = f"has another generation_config.json, .*start the engine again, or with --model {made[0].path}"
+    assert re.search(said, str(ended.value).replace("\n", " "))
 
 
 def test_an_engine_that_is_killed_never_answers_as_new(plain: Server, versions: Versions) -> None:
