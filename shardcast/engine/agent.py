@@ -260,7 +260,14 @@ class Agent:
         return use_of(version.layout, name=name, mode=self._options.mode)
 
     def _canary(self, target: Target) -> Canary | None:
-        version = self._version(target)
+        try:
+            version = self._version(target)
+        except DiskError as error:
+            raise EngineError(
+                f"the canary of version {target.version} cannot be read, which is tried again: "
+                f"{error.message}",
+                source=error.source,
+            ) from error
         if version is None:
             return None
         try:

@@ -91,6 +91,10 @@ class Leases:
         )
         return target if self.hold(target) else None
 
+    def is_refused(self, digest: str) -> bool:
+        """Say whether the system refused something about a version that is still needed and not held."""
+        return digest not in self._fds and any(told[0] == digest for told in self._told)
+
     def refuse(self, identity: Identity, error: DiskError) -> None:
         """Tell that the system refuses something about a version, if that is news."""
         told = (identity.digest, error.message)

@@ -64,7 +64,8 @@ class Minder:
             board: What all engines have in common.
             emit: Takes events.
             metrics: Counts.
-            canary: Returns a version's canary, None where it has none.
+            canary: Returns a version's canary, None where it has none; raises ``EngineError`` where it
+                cannot be read just now.
             clock: Monotonic seconds.
             rng: Spreads retries.
         """
@@ -431,8 +432,10 @@ class Minder:
         if identity is None or not self._checks.due(identity, state):
             return False
         target = self._board.leases.targets.get(identity.digest)
-        canary = None if target is None else self._canary(target)
+        if target is None and self._board.leases.is_refused(identity.digest):
+            return False  # it is here, and cannot be read just now
         try:
+            canary = None if target is None else self._canary(target)
             asking = self._checks.ask(identity, canary, state)
             verdict = await self._watched(asking, SILENT_LOOKS)
         except EngineError as unanswered:

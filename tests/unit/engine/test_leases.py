@@ -6,10 +6,12 @@ import errno
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from shardcast.canary import Canary, Prompt
 from shardcast.engine import leases as module
 from shardcast.engine.driver import Target
 from shardcast.engine.forms import Identity
@@ -37,6 +39,21 @@ class Refusing:
             self.times -= 1
             raise OSError(self.why, os.strerror(self.why), str(path))
         return self._open(path, flags, *more)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What the store remembers of a version, as far as leases look at it."""
+
+    target: Target
+
+    @property
+    def manifest(self) -> str:
+        return self.target.digest
+
+    @property
+    def layout(self) -> Target:
+        return self.target  # it has a step, too
 
 
 class Told:
@@ -168,3 +185,45 @@ async def test_a_version_that_is_evicted_before_it_is_held_is_left_for_the_next(
         await world.serve(2)
         assert not world.of(EventKind.ERROR)
     assert "stage 1" not in engine.calls
+
+
+async def test_a_canary_that_cannot_be_read_is_read_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, load, left = FakeEngine(), RunStore.load_state, [0]
+
+    def load_state(store: RunStore, number: int) -> object:
+        if left[0] > 0:
+            left[0] -= 1
+            raise disk_error(OSError(errno.EIO, "Input/output error"), "state", "reading")
+        return load(store, number)
+
+    async with minding(tmp_path, engine, check_canary=True) as world:
+        engine.machine.gate.clear()
+        world.publish(1)
+        await world.until(engine.machine.loading.is_set)
+        monkeypatch.setattr(RunStore, "load_state", load_state)
+        left[0] = 1
+        engine.machine.gate.set()
+        await world.until(lambda: bool(world.of(EventKind.ENGINE_FAILED)))
+        assert "the canary of version 1 cannot be read" in str(
+            world.of(EventKind.ENGINE_FAILED)[0].error
+        )
+        world.publish(2)  # the agent goes on
+        await world.serve(2)
+
+
+async def test_a_version_that_cannot_be_held_when_it_is_served_has_its_canary_asked_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    system, engine = Refusing(monkeypatch), FakeEngine()
+    wrong = Canary(prompts=[Prompt(tokens=[1, 2, 3], logprobs=[-90.0, -90.0])], tolerance=0.1)
+    target = make_version(tmp_path / "versions", 1)
+    monkeypatch.setattr(RunStore, "load_state", lambda *_: Stored(target))
+    await engine.activate(target)
+    system.times = 3
+    async with minding(tmp_path, engine, canary=wrong, check_canary=True) as world:
+        await world.until(lambda: bool(world.of(EventKind.ENGINE_FAILED)))
+        (failed,) = world.of(EventKind.ENGINE_FAILED)
+        assert "does not answer as the canary of version 1" in str(failed.error)
+        assert system.times == 0
