@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from relay.clients import Clients
 from relay.config import Prefetch, RelayConfig
-from relay.descriptors import raise_descriptor_limit, telling_shortage
+from relay.descriptors import telling_shortage
 from relay.following import ParentFeed, check_keys
 from relay.handlers import Handlers
 from relay.life import Life
@@ -21,6 +21,7 @@ from relay.publishing import Publishing
 from relay.server import Server
 from relay.successor import Successors
 from shardcast.errors import UsageError
+from shardcast.store.descriptors import raise_limit
 from shardcast.store.store import Store
 
 __all__ = ["Prefetch", "RelayConfig", "serve"]
@@ -55,7 +56,7 @@ async def serve(
     if not isinstance(loop, asyncio.SelectorEventLoop):
         raise UsageError(f"the relay needs asyncio's own event loop, not {type(loop).__name__}")
     loop.set_default_executor(ThreadPoolExecutor(_IO_THREADS, thread_name_prefix="relay-io"))
-    raise_descriptor_limit()
+    raise_limit()
     store = Store(config.store)
     node = Node(config, store, await asyncio.to_thread(store.node_id), loop)
     try:

@@ -71,14 +71,6 @@ def budget() -> Budget:
     return found
 
 
-def raise_descriptor_limit() -> None:
-    """Take all file descriptors that the system grants without asking."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
 @contextlib.contextmanager
 def telling_shortage(
     loop: asyncio.AbstractEventLoop, clock: Callable[[], float] = time.monotonic

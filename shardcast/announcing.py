@@ -31,7 +31,10 @@ LOCK_WAIT_S: Final = 600.0
 
 @contextlib.contextmanager
 def publishing(run: RunStore, watch: PublishObserver) -> Iterator[None]:
-    """Keep other publishers of the run out, waiting for the one that is at work."""
+    """Keep other publishers of the run out, waiting for the one that is at work.
+
+    What one that was killed while it removed a version left of it goes first: its number is free.
+    """
     lock = run.lock("publish", what=f"publishing to run {run.run!r}")
     try:
         lock.acquire()
@@ -39,6 +42,7 @@ def publishing(run: RunStore, watch: PublishObserver) -> Iterator[None]:
         watch.waiting(f"{busy.message}; waiting for it")
         lock.acquire(wait_s=LOCK_WAIT_S)
     try:
+        run.clean_version_state()
         yield
     finally:
         lock.release()

@@ -304,8 +304,9 @@ class Obtainer:
         self, plan: Plan, stored: StoredVersion, sources: dict[int, StoredVersion]
     ) -> None:
         with ExitStack() as open_now:
+            asides = open_now.enter_context(ExitStack())
             pool = open_now.enter_context(self._open_pool())
-            work = PlanWork(self._shards, self._store, stored, sources, pool, plan)
+            work = PlanWork(self._shards, self._store, stored, sources, pool, plan, asides)
             rebuilding = open_now.enter_context(
                 Rebuilding(stored, sources, pool, self._cancel, work, threads=self._threads)
             )

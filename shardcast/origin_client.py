@@ -372,9 +372,26 @@ class OriginClient:
                 self._connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
             self._connection.connect()
             self._connection.sock.settimeout(IDLE_TIMEOUT_S)
-            with contextlib.suppress(OSError):
-                self._connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _configure(self._connection.sock)
         return self._connection
+
+
+def _configure(sock: socket.socket) -> None:
+    """Send at once, and have the system ask a silent peer whether it is still there.
+
+    An origin may commit for minutes without a byte. A live one's system answers meanwhile; one whose
+    host is gone, or whose connection a gateway has dropped, is given up after 35 s.
+    """
+    options = [
+        (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    ]
+    for name, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
+        if hasattr(socket, name):  # not on every system
+            options.append((socket.IPPROTO_TCP, getattr(socket, name), value))
+    for option in options:
+        with contextlib.suppress(OSError):
+            sock.setsockopt(*option)
 
 
 @contextlib.contextmanager

@@ -16,13 +16,14 @@ from blake3 import blake3
 from xxhash import xxh3_128
 
 from shardcast.cancel import Cancel
-from shardcast.errors import IntegrityError, ShardcastError
+from shardcast.errors import DiskError, IntegrityError, ShardcastError
 from shardcast.fetch import Transfer
 from shardcast.protocol.layout import Extent
 from shardcast.protocol.limits import MAX_SHARD_BYTES
 from shardcast.protocol.plan import FileReuse, Plan, ShardCopy
 from shardcast.pulling import AsideSink, ExtentSink, FetchPool
 from shardcast.store.files import COPY_CHUNK_BYTES, disk_errors, read_into, write_all
+from shardcast.store.renewing import is_missing, is_unreadable
 from shardcast.store.run import RunStore
 from shardcast.store.stored import StoredVersion
 
@@ -120,10 +121,11 @@ class Shards:
         """Hash an extent of ``source`` and, if given, write it to ``target`` of ``stored``.
 
         Returns:
-            BLAKE3 in hex (None if the bytes cannot be read) and xxh3-128.
+            BLAKE3 in hex (None if the bytes cannot be had from there) and xxh3-128.
 
         Raises:
-            DiskError: If they cannot be written.
+            DiskError: If they cannot be written, or this process cannot read anything (it has no
+                descriptor left).
             TransferCancelledError: If it was cancelled.
         """
         digest, fast = blake3(), xxh3_128()
@@ -131,8 +133,10 @@ class Shards:
         with ExitStack() as files:
             try:
                 fd = source.open_file(extent.file)
-            except ShardcastError:
-                return None, b""
+            except DiskError as error:
+                if is_unreadable(error) or is_missing(error):
+                    return None, b""
+                raise
             files.callback(os.close, fd)
             out = -1
             if stored is not None and target is not None:
@@ -143,10 +147,13 @@ class Shards:
                 self._cancel.check()
                 piece = buffer[: min(len(buffer), extent.length - done)]
                 try:
-                    if read_into(fd, piece, extent.offset + done) != len(piece):
+                    with disk_errors(source.directory / extent.path, "reading"):
+                        if read_into(fd, piece, extent.offset + done) != len(piece):
+                            return None, b""
+                except DiskError as error:
+                    if is_unreadable(error):
                         return None, b""
-                except OSError:
-                    return None, b""
+                    raise
                 digest.update(piece)
                 fast.update(piece)
                 if target is not None:
@@ -216,7 +223,20 @@ class PlanWork:
         sources: dict[int, StoredVersion],
         pool: FetchPool,
         plan: Plan,
+        asides: ExitStack,
     ) -> None:
+        """Do nothing yet.
+
+        Args:
+            shards: Does what is done with single ones.
+            store: The run's directory.
+            stored: The version that is made.
+            sources: Other versions on this disk, by number.
+            pool: Fetches.
+            plan: What to do.
+            asides: Closed when the pool has ended: shards that wait beside a committed version go.
+        """
+        self._asides = asides
         self._shards = shards
         self._store = store
         self._plan = plan
@@ -248,7 +268,11 @@ class PlanWork:
             self.fetch(digest, [shard, *self._repeats.get(shard, ())])
 
     def is_whole(self, base: StoredVersion, shard: int) -> bool:
-        """Hash a base's shard again; one that is not good is marked so."""
+        """Hash a base's shard again; one that is not good is marked so.
+
+        Raises:
+            DiskError: If this process cannot read anything.
+        """
         found, _ = self._shards.hash(base, base.version.layout.extent(shard))
         if found == base.version.digests[shard]:
             return True
@@ -280,11 +304,12 @@ class PlanWork:
             for shard in others:
                 self._copy(self._stored, first, shard)
 
-        sink = (
-            AsideSink(self._store, self._stored, first.shard)
-            if self._stored.committed
-            else ExtentSink(self._stored, first.shard)
-        )
+        sink: AsideSink | ExtentSink
+        if self._stored.committed:
+            sink = AsideSink(self._store, self._stored, first.shard)
+            self._asides.callback(sink.remove)
+        else:
+            sink = ExtentSink(self._stored, first.shard)
         self._pool.submit(
             digest,
             first.length,

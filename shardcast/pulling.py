@@ -20,12 +20,13 @@ from xxhash import xxh3_128_digest
 
 from shardcast.cancel import Cancel, TransferCancelledError
 from shardcast.config import NetConfig
-from shardcast.errors import IntegrityError, ShardcastError
+from shardcast.errors import DiskError, ShardcastError
 from shardcast.fetch import BlobSink, BlobSource, Branch, Fetched, Transfer
 from shardcast.protocol.limits import MAX_DOCUMENT_BYTES
 from shardcast.schedule import Finished, Flight, Job, Notice, Schedule, Wait
 from shardcast.selector import Selector
-from shardcast.store.files import disk_errors, write_all
+from shardcast.store.abandoned import create_temporary
+from shardcast.store.files import disk_errors, read_into, write_all
 from shardcast.store.run import RunStore
 from shardcast.store.stored import StoredVersion
 
@@ -74,6 +75,9 @@ class AsideSink:
 
     Engines read a committed version's files and check nothing. So a repair may only ever write the
     bytes that should be there: at every instant each byte is the right one, or as wrong as before.
+
+    The file stays open, and so locked, between two attempts: one that nobody has open is taken for
+    a dead process's and removed.
     """
 
     def __init__(self, store: RunStore, stored: StoredVersion, shard: int) -> None:
@@ -90,30 +94,28 @@ class AsideSink:
         """
         with disk_errors(self._path, "writing"):
             if self._fd < 0:
-                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-                self._fd = os.open(self._path, flags, 0o600)
+                self._fd = create_temporary(self._path, 0o600)
             write_all(self._fd, data, offset)
 
     def close(self) -> None:
-        """Give the descriptor back until more bytes come."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            with suppress(OSError):
-                os.close(fd)
+        """Keep what came until more bytes come."""
 
     def place(self, xxh3: bytes) -> None:
         """Write the verified shard to where it belongs, durably, and remove the file.
 
         Raises:
-            IntegrityError: If it reads back as something else than what came.
-            DiskError: If the system refuses.
+            DiskError: If the system refuses, or it reads back as something else than what came.
         """
-        path = self._stored.directory / self._extent.path
+        path, data = self._stored.directory / self._extent.path, bytearray(self._extent.length)
         try:
             with disk_errors(self._path, "reading"):
-                data = self._path.read_bytes()
+                read_into(self._fd, memoryview(data), 0)
             if xxh3_128_digest(data) != xxh3:
-                raise IntegrityError("a shard changed on this disk", source=str(self._path))
+                raise DiskError(
+                    "a shard reads back as something else than was written: check this machine's "
+                    "disk and memory",
+                    source=str(self._path),
+                )
             fd = self._stored.open_file(self._extent.file, writable=True)
             try:
                 with disk_errors(path, "repairing"):
@@ -122,8 +124,16 @@ class AsideSink:
             finally:
                 os.close(fd)
         finally:
-            self.close()
-            self._path.unlink(missing_ok=True)
+            self.remove()
+
+    def remove(self) -> None:
+        """Remove the file, if there is one; nothing is written after that."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with suppress(OSError):
+                self._path.unlink()
+            with suppress(OSError):
+                os.close(fd)
 
 
 class FetchPool:

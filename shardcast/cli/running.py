@@ -15,7 +15,7 @@ class TerminatedError(Exception):
 
 
 def run_until_terminated(work: Coroutine[Any, Any, _T]) -> _T:
-    """Run a coroutine; SIGTERM cancels it, as Ctrl-C does.
+    """Run a coroutine, with all the descriptors there are; SIGTERM cancels it, as Ctrl-C does.
 
     Raises:
         TerminatedError: After SIGTERM, when the coroutine has ended.
@@ -23,6 +23,9 @@ def run_until_terminated(work: Coroutine[Any, Any, _T]) -> _T:
     """
     import asyncio
 
+    from shardcast.store.descriptors import raise_limit
+
+    raise_limit()
     return asyncio.run(_terminable(work))
 
 

@@ -29,6 +29,14 @@ def affordable() -> int:
     return _MOST if soft == resource.RLIM_INFINITY else max(_LEAST, min(_MOST, soft // _SHARE))
 
 
+def raise_limit() -> None:
+    """Take all descriptors that the system grants this process without asking."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 class DescriptorPool:
     """Keeps descriptors that nobody uses at the moment open, the latest ones. Thread-safe."""
 

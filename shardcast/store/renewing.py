@@ -92,6 +92,11 @@ def is_unreadable(error: DiskError) -> bool:
     return isinstance(cause, OSError) and cause.errno in UNREADABLE
 
 
+def is_missing(error: DiskError) -> bool:
+    """Say whether the file is not there."""
+    return isinstance(error.__cause__, FileNotFoundError | NotADirectoryError)
+
+
 def has_other_size(directory: Path, entry: FileEntry) -> bool:
     """Say whether a file is there, and has another size than it should.
 

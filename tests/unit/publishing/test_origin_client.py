@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import http.client
+import socket
 import threading
 import time
 from collections.abc import Iterable
@@ -104,6 +106,30 @@ def test_retry_after_may_be_a_date_and_is_capped(pauses: list[float]) -> None:
         put(server)
     assert 15.0 <= pauses[0] <= 22.0
     assert 30.0 <= pauses[1] <= 31.0
+
+
+def test_the_system_asks_whether_a_silent_origin_is_still_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    connections: list[socket.socket] = []
+    connect = http.client.HTTPConnection.connect
+
+    def keep(connection: http.client.HTTPConnection) -> None:
+        connect(connection)
+        connections.append(connection.sock)
+
+    monkeypatch.setattr(http.client.HTTPConnection, "connect", keep)
+    with ScriptedServer(lambda request: [response(404)]) as server:
+        origin = client(server)
+        assert origin.head() is None
+        (connection,) = connections
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        silent = [
+            connection.getsockopt(socket.IPPROTO_TCP, option)
+            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        ]
+        assert silent == [15, 5, 4]
+        origin.close()
 
 
 def test_pauses_grow_with_full_jitter(pauses: list[float]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -95,6 +96,29 @@ def test_versions_grow_and_the_head_retains_the_newest(
     kept = {ref.manifest for ref in head.versions}
     assert kept <= set(run.blobs())
     assert len(run.blobs()) == 2 * 3  # layout, part and manifest of each
+
+
+def test_what_describes_a_version_that_is_half_removed_is_in_nobodys_way(
+    checkpoint: Path, run: RunStore, signer: Signer, clock: Clock
+) -> None:
+    """A publisher was killed between taking a directory's name away and removing its state."""
+    options = PublishOptions(source=checkpoint)
+    publish_directory(options, run, [signer], clock)
+    (checkpoint / "config.json").write_text('{"another": "layout"}')
+    publish_directory(options, run, [signer], clock)
+    left = [*(run.root / "state").glob("000002.*"), *(run.root / "blobs").iterdir()]
+    contents = {path: path.read_bytes() for path in left}
+    shutil.rmtree(run.root)
+    (checkpoint / "config.json").write_text("{}")
+    publish_directory(options, run, [signer], clock)
+    for path, data in contents.items():
+        path.write_bytes(data)
+
+    done = publish_directory(options, RunStore(run.root, run.run), [signer], clock)
+
+    assert done.ref.version == 2
+    assert done.path is not None
+    assert contents_of(done.path) == contents_of(checkpoint)
 
 
 def test_a_version_with_a_reader_is_kept_until_it_is_done(

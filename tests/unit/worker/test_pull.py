@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import threading
 from collections import Counter
@@ -13,9 +14,11 @@ from typing import Any
 
 import pytest
 
+from shardcast import plan_work
 from shardcast.errors import (
     BusyError,
     ClockError,
+    DiskError,
     DiskFullError,
     EquivocationError,
     ExpiredError,
@@ -36,6 +39,7 @@ from shardcast.protocol.digest import digest_of
 from shardcast.protocol.documents import encode
 from shardcast.protocol.layout import FileEntry, Layout, encode_part
 from shardcast.protocol.manifest import encode_manifest
+from shardcast.store import files as store_files
 from shardcast.store.run import RunStore
 from shardcast.store.stored import Durability
 from shardcast.worker import Update, Worker
@@ -290,6 +294,47 @@ def test_a_damaged_source_on_this_disk_falls_back_to_the_network(
     damaged = log.of(EventKind.DAMAGED)
     assert [event.version for event in damaged] == [1]
     assert name in str(damaged[0].error)
+
+
+@pytest.mark.parametrize("where", ["opening", "reading"])
+def test_a_source_is_not_damaged_because_this_process_cannot_read(
+    tmp_path: Path,
+    run: FakeRun,
+    server: RunServer,
+    files: dict[str, bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+) -> None:
+    out, name = tmp_path / "out", "model-00001-of-00002.safetensors"
+    before = worker(out, run, server).pull()
+    inode, read, opened = (before.path / name).stat().st_ino, store_files.read_into, os.open
+    run.publish({**files, name: files[name] + b"more"})  # so that it is copied, not linked
+
+    def no_memory(fd: int, buffer: memoryview, offset: int) -> int:
+        if os.fstat(fd).st_ino == inode:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        return read(fd, buffer, offset)
+
+    def no_descriptor(path: Any, flags: int, *rest: Any, **more: Any) -> int:
+        if str(path) == name and not flags & os.O_RDWR:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return opened(path, flags, *rest, **more)
+
+    with monkeypatch.context() as patch:
+        if where == "reading":
+            patch.setattr(plan_work, "read_into", no_memory)
+        else:
+            patch.setattr(os, "open", no_descriptor)
+        with pytest.raises(DiskError):
+            worker(out, run, server).pull()
+    store = RunStore(out, run.name)
+    stored = store.stored(1)
+    assert stored is not None
+    assert (stored.damaged, stored.missing()) == (None, [])
+    store.close()
+    log = Log()
+    assert_is(worker(out, run, server, observer=log).pull(), run, 2)
+    assert not log.of(EventKind.DAMAGED)
 
 
 @pytest.mark.parametrize("how", ["flipped", "zeroed", "truncated", "gone"])

@@ -30,7 +30,7 @@ from shardcast.store.run import RunStore
 from shardcast.verify import verify_directory
 from shardcast.worker import Worker
 from tests.contract.wire_client import eventually
-from tests.fakes import FakeRun, RunServer
+from tests.fakes import Action, Close, FakeRun, Request, RunServer, response
 from tests.observer import Log
 from tests.tree import contents_of
 from tests.unit.worker.conftest import with_config
@@ -129,6 +129,36 @@ async def test_what_is_damaged_is_brought_again_and_nothing_else(
         assert (await follower.repair(1)).damage == ""
         assert len(log.of(EventKind.REPAIRED)) == 1
     assert not list((out / "state" / "tmp").iterdir())
+
+
+async def test_what_came_of_a_shard_waits_for_the_rest_whoever_tidies_up_meanwhile(
+    tmp_path: Path, run: FakeRun, server: RunServer
+) -> None:
+    async with following(tmp_path, run, server) as (follower, log):
+        flip(tmp_path / "versions" / "000001" / BIG)
+        server.sent.clear()
+        asked: list[str] = []
+
+        def fault(request: Request, data: bytes) -> list[Action] | None:
+            if request.digest != run.shard_digests(1)[0]:
+                return None
+            asked.append(request.headers.get("range", ""))
+            if len(asked) == 1:
+                return [response(200, data[: SHARD // 2], length=SHARD), Close()]
+            waiting = list((tmp_path / "state" / "tmp").iterdir())
+            assert len(waiting) == 1
+            os.utime(waiting[0], (1, 1))
+            store = RunStore(tmp_path, run.name)  # another version is committed: it tidies up
+            store.clean_leftovers()
+            store.close()
+            return None
+
+        server.fault = fault
+        assert (await follower.repair(1)).damage
+        assert asked == ["", f"bytes={SHARD // 2}-"]
+        assert contents_of(tmp_path / "versions" / "000001") == run.files[1]
+        assert not log.of(EventKind.BANNED)
+        assert not list((tmp_path / "state" / "tmp").iterdir())
 
 
 @pytest.mark.parametrize("spoil", [flip, shorten, lengthen])
