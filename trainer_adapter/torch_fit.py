@@ -70,7 +70,7 @@ def _contradiction(places: Iterable[tuple[str, torch.Tensor]], tensors: Tensors)
                 scratch.untyped_storage(), offset, parameter.size(), parameter.stride()
             )
             views[name].copy_(tensors[name].detach())
-        if not all(_same_bits(view, tensors[name]) for name, view in views.items()):
+        if not all(same_bits(view, tensors[name]) for name, view in views.items()):
             return f"{_names(list(views))} share memory in the module, and differ in the version"
     return None
 
@@ -103,7 +103,7 @@ def _end(parameter: torch.Tensor) -> int:
     return end
 
 
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Say whether two are equal to the last bit; NaN equals itself."""
     import torch
 

@@ -45,6 +45,21 @@ class Injected:
         """Prepare versions while they are staged, or do not."""
         getattr(self, "weight_transfer_engine").rank._weights._ahead = ahead  # noqa: B009
 
+    def begin_reload(self) -> None:
+        """Be somebody else's reload of the model, which has died before its first tensor."""
+        from vllm.model_executor.model_loader.reload import layerwise
+
+        layerwise.initialize_layerwise_reload(getattr(self, "model_runner").model)  # noqa: B009
+
+    def load_nothing(self) -> str:
+        """Load no tensors; return what is said to that."""
+        weights = getattr(self, "weight_transfer_engine").rank._weights  # noqa: B009
+        try:
+            weights._load(iter(()))
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
     def spoil_wipe(self, how: str) -> None:
         """Let the next wipe of the KV memory do nothing (``skip``), or fail (``raise``)."""
         residue: Any = getattr(self, "weight_transfer_engine").rank._residue  # noqa: B009

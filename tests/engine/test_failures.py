@@ -405,6 +405,27 @@ def test_what_cannot_be_undone_is_poisoned_and_the_next_full_load_recovers(
     scene.still_serves_one()
 
 
+def test_what_somebody_else_s_reload_has_left_is_loaded_as_a_whole(
+    scene: Scene, cold_two: tuple[Target, Answers]
+) -> None:
+    """What was prepared would go into tensors that are not the model's any more."""
+    scene.engine.prepare_ahead(True)
+    assert scene.engine.stage(scene.two).staged == scene.two
+    scene.engine.order("rpc", method="begin_reload")
+
+    assert scene.engine.activate(scene.two).outcome == "activated"
+    scene.engine.order("reset")
+
+    assert scene.engine.answers() == cold_two[1]
+    assert scene.engine.swap(scene.one).outcome == "activated"
+    scene.still_serves_one()
+
+
+def test_a_load_of_no_tensors_is_no_load(scene: Scene) -> None:
+    assert scene.engine.order("rpc", method="load_nothing") == ["there is no tensor to load"]
+    scene.still_serves_one()
+
+
 def test_in_process_the_error_says_what_is_served(scene: Scene) -> None:
     scene.engine.arm("tensors", after=3)
     with pytest.raises(EngineRaisedError, match=f"version {scene.one.version} was loaded again"):

@@ -21,6 +21,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from copy import copy
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -70,6 +71,13 @@ class Prepared:
     def bytes(self) -> int:
         """How much the copying copies."""
         return sum(new.numel() * new.element_size() for _, new in self._copies)
+
+    def is_of(self, model: torch.nn.Module) -> bool:
+        """Say whether what it writes to is still the model's: a reload that broke off has others."""
+        there = {id(one): one for one in chain(model.parameters(), model.buffers())}
+        if any(one.is_meta for one in there.values()):
+            return False
+        return all(id(old) in there for old, _ in self._copies)
 
     def exchange(self) -> None:
         """Give the model these weights; keep its old kernels, to be thrown away."""

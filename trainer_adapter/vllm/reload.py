@@ -22,6 +22,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -34,6 +35,7 @@ from vllm.model_executor.model_loader.reload import layerwise
 
 from shardcast.errors import ShardcastError
 from trainer_adapter.checkpoint import Checkpoint
+from trainer_adapter.torch_fit import same_bits
 from trainer_adapter.vllm.memory import available_memory
 from trainer_adapter.vllm.preparing import Prepared, Unprepared, prepare
 from trainer_adapter.vllm.shadow import Arrivals, Shadow
@@ -192,10 +194,12 @@ class Model:
     def load_prepared(self, prepared: Prepared) -> bool:
         """Exchange all weights for prepared ones, where the model is whole; say whether it was.
 
+        It may not be: our last load failed, or somebody else's reload of it broke off.
+
         Raises:
             Exception: As ``load``.
         """
-        if not self._whole:
+        if not self._whole or not prepared.is_of(self._model):
             return False
         with torch.no_grad():
             self._whole = False
@@ -209,6 +213,10 @@ class Model:
         return True
 
     def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        coming = iter(tensors)
+        first = next(coming, None)
+        if first is None:  # vLLM would take that for a load that went well
+            raise RuntimeError("there is no tensor to load")
         self.unwind()
         self._whole = False
         bare = self._bare = self._bare or _bare_tensors(self._model)
@@ -217,7 +225,7 @@ class Model:
             _forget_expert_kernels(self._model)
         layerwise.initialize_layerwise_reload(self._model)
         _expect_nothing([*heads, *_without_weights(self._model)])
-        self._model.load_weights(tensors)
+        self._model.load_weights(chain([first], coming))
         layerwise.finalize_layerwise_reload(self._model, self._config)
         for head in heads:
             head.quant_method.process_weights_after_loading(head)
@@ -333,7 +341,7 @@ def _check_tied(
         return
     wanted = {of_head[0], of_embedding[0]}
     found = {name: tensor for name, tensor in checkpoint.tensors() if name in wanted}
-    if not torch.equal(found[of_head[0]], found[of_embedding[0]]):
+    if not same_bits(found[of_head[0]], found[of_embedding[0]]):
         raise refuse(
             f"{of_head[0]} differs from {of_embedding[0]}, but the engine was started with the "
             "two tied: restart it with this version"
