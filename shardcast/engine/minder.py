@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from shardcast.canary import Canary
+from shardcast.engine.attempts import Attempts
 from shardcast.engine.board import Board
 from shardcast.engine.checking import Checks, Outcome
 from shardcast.engine.decide import Action, Kind, Mode, View, decide, served_by
@@ -23,7 +24,7 @@ from shardcast.engine.forms import EngineState, Identity, label_of
 from shardcast.engine.metrics import EngineMetrics
 from shardcast.engine.patience import Patience
 from shardcast.engine.repairs import is_about_files
-from shardcast.engine.reports import Reports
+from shardcast.engine.reports import Reports, failed_there, missed, unlike_canary
 from shardcast.engine.telling import Telling
 from shardcast.engine.watching import SILENT_LOOKS, SilentError, watched
 from shardcast.errors import (
@@ -89,10 +90,7 @@ class Minder:
         self._failure_at: int | None = None
         self._refused: set[str] = set()
         self._checks = Checks(engine, enabled=board.options.check_canary, clock=clock, rng=rng)
-        self._pending: Target | None = None
-        self._overrun: EngineRefusedError | None = None
-        self._begun: Identity | None = None
-        self._well = True
+        self._attempts = Attempts()
         self._unsure: tuple[Action, float] | None = None
         self._explained: tuple[str, str] | None = None
 
@@ -120,7 +118,7 @@ class Minder:
     @property
     def needs(self) -> set[str]:
         """The digests that must stay on this disk for it."""
-        wanted = (self._last, self._working, self._pending)
+        wanted = (self._last, self._working, self._attempts.pending)
         found = {one.digest for one in wanted if one is not None}
         if self._state is not None:
             found |= {name.digest for name in _names_in(self._state)}
@@ -146,7 +144,7 @@ class Minder:
 
     def _heed(self, error: EngineError, action: Action, began: float) -> float:
         """Take that the engine did not do it; return how long to wait before the next round."""
-        if self._pending is not None and action.kind is Kind.ACTIVATE:
+        if self._attempts.pending is not None and action.kind is Kind.ACTIVATE:
             return 0.0  # the state says what becomes of it
         if isinstance(error, EngineUncertainError):
             self._unsure = (action, began)
@@ -189,7 +187,7 @@ class Minder:
     def _pause_s(self, state: EngineState) -> float:
         """Return when to look again, where nothing is to be done now."""
         soon = self._options.mode is Mode.MANUAL or state.activating is not None
-        pause_s = self._options.watch_s if soon or self._pending else self._options.poll_s
+        pause_s = self._options.watch_s if soon or self._attempts.pending else self._options.poll_s
         rests_s = (self._patience.left_s, self._telling.left_s)
         return max(min([pause_s, *(rest_s for rest_s in rests_s if rest_s > 0)]), 0.01)
 
@@ -212,7 +210,7 @@ class Minder:
             mode=self._options.mode,
             newest=board.tellable,
             told=self._telling.known(state, board.tellable),
-            resting=rests or mending or self._pending is not None,
+            resting=rests or mending or self._attempts.pending is not None,
             slot=board.slots.free_for(self.name),
             adapter=board.use.adapter,
         )
@@ -230,12 +228,7 @@ class Minder:
     def _suspicion(self, target: Target) -> str | None:
         if self._options.mode is Mode.MANUAL or target.digest not in self._suspects:
             return None
-        first = self._board.suspects.engine_of(target.digest)
-        return (
-            f"engine {self.name} is not paused for version {target.version}, whose load left engine "
-            f"{first} without weights that anybody knows: it goes on with what it has until {first} "
-            f"serves that version, or another one comes. Restart {first} if it does not recover"
-        )
+        return self._board.suspects.why(target, self.name)
 
     @property
     def _suspects(self) -> Collection[str]:
@@ -264,19 +257,16 @@ class Minder:
     async def _activate(self, target: Target) -> float:
         slots = self._board.slots
         slots.take(self.name)
-        self._begun, self._overrun = target.identity, None
+        self._attempts.begin(target)
         try:
             swapped = await self._watched(self._engine.activate(target))
-        except (EngineUnreachableError, EngineKeyError):  # nothing was begun
+        except (EngineUnreachableError, EngineKeyError):
+            self._attempts.never_began()
             slots.give_back(self.name)
             raise
         except EngineError as error:
             slots.take(self.name)  # until it is seen to serve, it may be paused
-            refused = error if isinstance(error, EngineRefusedError) else None
-            if refused is not None and refused.reason == "timeout":
-                self._pending, self._overrun = target, refused  # a load goes on after its lease
-            elif isinstance(error, EngineUncertainError):
-                self._pending = target
+            self._attempts.failed(target, error)
             raise
         news = target.identity != self._identity
         self._identity, self._seen = target.identity, True
@@ -312,13 +302,8 @@ class Minder:
         identity = served_by(state)
         for name in _names_in(state):
             self._board.leases.find(name)
-        self._blame(state, identity)
-        self._resolve(state, identity)
+        self._learn(state, identity)
         self._hear(state)
-        if state.activating is not None:
-            self._board.slots.take(self.name)
-        elif self._pending is None:
-            self._board.slots.give_back(self.name)
         if self._seen and identity is not None and identity != self._identity:
             self._announce_seen(state, identity)
         if identity is None and self._identity is not None:  # it was started again, or is poisoned
@@ -338,18 +323,22 @@ class Minder:
         self._patience.hurry()
         self._telling.hurry()
 
-    def _blame(self, state: EngineState, identity: Identity | None) -> None:
-        """Suspect the version whose load poisoned it; clear the one that it serves."""
+    def _learn(self, state: EngineState, identity: Identity | None) -> None:
+        """Learn what became of an activation: who may pause now, and for which versions."""
+        before, learned = self._attempts.pending, self._attempts.see(state)
         if identity is not None:
             self._board.suspects.clear(identity.digest)
-        begun = state.activating
-        if begun is not None:
-            self._begun = Identity(begun.run, begun.version, begun.digest)
-            self._well = self._well and not state.poisoned
-            return
-        if state.poisoned and self._well and self._begun is not None:
-            self._board.suspects.note(self._begun.digest, self.name)
-        self._well, self._begun = not state.poisoned, None
+        if learned.poisoned_by is not None:
+            self._board.suspects.note(learned.poisoned_by.digest, self.name)
+        if learned.overran is not None:  # what comes of it is told then
+            self._reports.failed(learned.overran, learned.overran.phase, before)
+        if learned.missed is not None:
+            error = missed(self.name, learned.missed, state)
+            self._fail(error, error.phase, Action(Kind.ACTIVATE, learned.missed))
+        if learned.at_it:
+            self._board.slots.take(self.name)
+        else:
+            self._board.slots.give_back(self.name)
 
     def _is_good(self, identity: Identity) -> None:
         """It serves that version, and well: to that it goes back."""
@@ -362,39 +351,13 @@ class Minder:
         if failure is None or failure.t == self._failure_at:
             return
         self._failure_at = failure.t
-        error = EngineRefusedError(
-            f"engine {self.name}: {failure.message}",
-            source=self.name,
-            phase=failure.phase,
-            reason=failure.code,
-        )
+        error = failed_there(self.name, failure)
         self._reports.failed(error, failure.phase)
         held = [
             one for one in self._board.leases.targets.values() if one.version == failure.version
         ]
         if held and is_about_files(error):
             self._board.repairs.ask(held[0], self.name)
-
-    def _resolve(self, state: EngineState, identity: Identity | None) -> None:
-        """Learn what became of an activation that the engine did not answer."""
-        if self._pending is None:
-            return
-        if state.activating is not None:
-            if self._overrun is not None:  # told once; what comes of it is told then
-                self._reports.failed(self._overrun, self._overrun.phase, self._pending)
-                self._overrun = None
-            return
-        target, self._pending = self._pending, None
-        if identity is None or identity.digest != target.digest:
-            why = state.last_failure
-            said = f": {why.message}" if why is not None else ""
-            error = EngineRefusedError(
-                f"engine {self.name} did not activate version {target.version}{said}",
-                source=self.name,
-                phase="activate" if why is None else why.phase,
-                reason="failed",
-            )
-            self._fail(error, error.phase, Action(Kind.ACTIVATE, target))
 
     def _hear(self, state: EngineState) -> None:
         """Tell of a version that it did take, though no answer came when it was told to."""
@@ -448,18 +411,7 @@ class Minder:
             return verdict.outcome is Outcome.MOVED
         self._refused.add(identity.digest)
         back = self._last if self._options.mode is Mode.AUTO else None
-        where = (
-            "it serves it on: activate another version"
-            if back is None
-            else f"it goes back to version {back.version}"
-        )
-        error = EngineRefusedError(
-            f"engine {self.name} does not answer as the canary of version {identity.version} "
-            f"says: {verdict.why}; {where}",
-            source=self.name,
-            phase="check",
-            reason="failed",
-        )
+        error = unlike_canary(self.name, identity, verdict.why, back)
         self._reports.failed(error, "check", target)
         return True
 
@@ -471,7 +423,7 @@ class Minder:
         self._metrics.seen(self.name, None, self._board.newest)
         if self._board.slots.may_be_paused(self.name):
             return self._options.watch_s
-        self._pending = None
+        self._attempts.give_up()
         self._board.slots.give_back(self.name)
         return self._options.poll_s
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Final
 
 from shardcast.engine.driver import Target
-from shardcast.engine.forms import Identity
+from shardcast.engine.forms import EngineState, Failure, Identity
 from shardcast.engine.metrics import EngineMetrics
-from shardcast.errors import EngineError, ShardcastError
+from shardcast.errors import EngineError, EngineRefusedError, ShardcastError
 from shardcast.events import EventKind, WorkerEvent
 
 AWAY: Final = "serve"
@@ -106,3 +106,46 @@ class Reports:
                 error=error,
             )
         )
+
+
+# --- what no answer said ----------------------------------------------------------------------
+
+
+def missed(engine: str, target: Target, state: EngineState) -> EngineRefusedError:
+    """Return the error of an engine that serves something else than it was told to, without a word."""
+    why = state.last_failure
+    said = f": {why.message}" if why is not None else ""
+    return EngineRefusedError(
+        f"engine {engine} did not activate version {target.version}{said}",
+        source=engine,
+        phase="activate" if why is None else why.phase,
+        reason="failed",
+    )
+
+
+def failed_there(engine: str, failure: Failure) -> EngineRefusedError:
+    """Return the error of a failure that an engine tells of: of what somebody else told it to do."""
+    return EngineRefusedError(
+        f"engine {engine}: {failure.message}",
+        source=engine,
+        phase=failure.phase,
+        reason=failure.code,
+    )
+
+
+def unlike_canary(
+    engine: str, identity: Identity, why: str, back: Target | None
+) -> EngineRefusedError:
+    """Return the error of an engine that answers otherwise than a version's canary."""
+    where = (
+        "it serves it on: activate another version"
+        if back is None
+        else f"it goes back to version {back.version}"
+    )
+    return EngineRefusedError(
+        f"engine {engine} does not answer as the canary of version {identity.version} says: {why}; "
+        f"{where}",
+        source=engine,
+        phase="check",
+        reason="failed",
+    )

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
+from shardcast.engine.driver import Target
+
 
 class Slots:
     """So many engines may pause at once. An engine that somebody else makes pause counts as well."""
@@ -75,9 +77,16 @@ class Suspects:
         """An engine serves that version; harmless if it was not suspected."""
         self._engine_of.pop(digest, None)
 
-    def engine_of(self, digest: str) -> str | None:
-        """Return the engine that a version has poisoned, None where it is not suspected."""
-        return self._engine_of.get(digest)
+    def why(self, target: Target, engine: str) -> str | None:
+        """Return why an engine must not be paused for a version, None where it may."""
+        first = self._engine_of.get(target.digest)
+        if first is None or first == engine:
+            return None
+        return (
+            f"engine {engine} is not paused for version {target.version}, whose load left engine "
+            f"{first} without weights that anybody knows: it goes on with what it has until {first} "
+            f"serves that version, or another one comes. Restart {first} if it does not recover"
+        )
 
     def for_engine(self, engine: str) -> Collection[str]:
         """Return the digests that an engine which serves must not be paused for."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from shardcast.engine.driver import Target
 from shardcast.engine.slots import Slots, Suspects
 
 
@@ -63,14 +66,17 @@ def test_whenever_it_is_seen_at_it_its_time_begins_anew() -> None:
 
 
 def test_a_suspect_is_kept_from_all_engines_but_the_one_it_poisoned() -> None:
-    suspects = Suspects()
+    suspects, bad = Suspects(), Target("policy", 7, "bad", Path("/out/versions/000007"))
     suspects.note("bad", "a")
     suspects.note("bad", "b")  # at the same time: two may pause
-    assert suspects.engine_of("bad") == "a"
     assert not suspects.for_engine("a")
     assert set(suspects.for_engine("b")) == set(suspects.for_engine("c")) == {"bad"}
+    assert suspects.why(bad, "a") is None
+    why = suspects.why(bad, "c")
+    assert why is not None
+    assert why.startswith("engine c is not paused for version 7, whose load left engine a")
     suspects.clear("good")
     assert suspects.for_engine("c")
     suspects.clear("bad")
     assert not suspects.for_engine("c")
-    assert suspects.engine_of("bad") is None
+    assert suspects.why(bad, "c") is None
