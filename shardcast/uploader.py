@@ -28,7 +28,6 @@ from shardcast.errors import (
     MalformedError,
     NetworkError,
     NotFoundError,
-    RefusedError,
     ShardcastError,
     about,
 )
@@ -58,7 +57,7 @@ from shardcast.store.retention import collect
 from shardcast.store.run import RunStore
 from shardcast.store.stored import Durability, StoredVersion
 from shardcast.stream_publishing import Stream
-from shardcast.uploading import Announcer, ClientFactory, Place, RemoteOutlet, Upload
+from shardcast.uploading import Announcer, ClientFactory, OriginHead, Place, RemoteOutlet, Upload
 
 
 def publish_remote(
@@ -100,7 +99,9 @@ def publish_remote(
         layout = _layout(client, options, memory, selection, head, now_ms())
         kept = cache if options.delta or options.compress else None
         bases = {} if kept is None else _bases(options, kept, head)
-        announcer = Announcer(client, memory, signers, now_ms, options.expiry_ms)
+        announcer = Announcer(
+            client, memory, signers, now_ms, options.expiry_ms, OriginHead(head, envelope)
+        )
         place = _placed(kept, layout, selection)
         pace = None if options.stream is None else options.stream.uploading(layout.total_bytes)
         streamed = Upload(second, client_factory, place)
@@ -108,7 +109,6 @@ def publish_remote(
             replace(announcer, client=second),
             streamed,
             layout,
-            (head, envelope),
             kept,
             steps=1 if pace is None else pace.steps,
         )
@@ -124,28 +124,46 @@ def publish_remote(
                 require_unchanged(selection, again, options.source)
             sent, deltas = streamed.bytes + upload.bytes, made.deltas
             ref = reference(made.documents.version, deltas)
-            head, envelope = announcer.announce(
-                lambda issue: succession.with_version(outlet.head, issue, ref, keep=options.keep),
-                outlet.envelope,
+            announcer.announce(
+                lambda last, issue: succession.with_version(last, issue, ref, keep=options.keep)
             )
-        (memory.root / "state" / "pending.json").unlink(missing_ok=True)
+        _forget_pending(memory, watch)
         if kept is not None and made.staged is not None:
-            stored = kept.commit(ref.version, Durability.NONE)
-            further = further_deltas(options, stored, bases, kept.write_blob, watch)
-            if further:
-                try:
-                    upload.send_deltas(further, kept)
-                    refs, last = [delta.ref for delta in further], head
-                    head, _ = announcer.announce(
-                        lambda issue: succession.with_deltas(last, issue, ref.version, refs),
-                        envelope,
-                    )
-                except (NetworkError, RefusedError) as error:  # the version was announced
-                    watch.noticed(f"no further deltas: {error}")
-                else:
-                    deltas, ref = (*deltas, *further), head.ref(ref.version) or ref
+            further, ref = _bring_further(options, kept, bases, ref, announcer, upload, watch)
+            deltas = (*deltas, *further)
             _shrink(kept, options)
     return Published(memory.run, ref, None, selection, sent, "upload", None, deltas, stream.heads)
+
+
+def _bring_further(
+    options: PublishOptions,
+    cache: RunStore,
+    bases: Mapping[int, VersionRef | StoredVersion],
+    ref: VersionRef,
+    announcer: Announcer,
+    upload: Upload,
+    watch: PublishObserver,
+) -> tuple[tuple[Delta, ...], VersionRef]:
+    """Make, send and announce the deltas that follow the announcement of ``ref``.
+
+    Whatever goes wrong is said: the version has been announced.
+    """
+    try:
+        stored = cache.commit(ref.version, Durability.NONE)
+        further = further_deltas(options, stored, bases, cache.write_blob, watch)
+        if not further:
+            return (), ref
+        upload.send_deltas(further, cache)
+
+        def grown(last: Head | None, issue: succession.Issue) -> Head:
+            assert last is not None
+            return succession.with_deltas(last, issue, ref.version, [one.ref for one in further])
+
+        head = announcer.announce(grown)
+    except ShardcastError as error:
+        watch.noticed(f"no further deltas: {error}")
+        return (), ref
+    return further, head.ref(ref.version) or ref
 
 
 def amend_remote(
@@ -176,9 +194,11 @@ def amend_remote(
         envelope, head = _remote_head(client, memory, signers, now)
         if head is None:
             raise NotFoundError(f"run {memory.run!r} has no head yet", source=client.url)
-        last = head
-        announcer = Announcer(client, memory, signers, now_ms, ONE_SHOT_EXPIRY_MS)
-        return announcer.announce(lambda issue: change(last, issue), envelope)[0]
+        found = head
+        announcer = Announcer(
+            client, memory, signers, now_ms, ONE_SHOT_EXPIRY_MS, OriginHead(head, envelope)
+        )
+        return announcer.announce(lambda _, issue: change(found, issue))
 
 
 def _remote_head(
@@ -251,6 +271,15 @@ def _layout(
     memory.write_blob(digest, data)
     atomic_write(path, msgspec.json.encode(Pending(fingerprint=fingerprint, layout=digest)))
     return layout
+
+
+def _forget_pending(memory: RunStore, watch: PublishObserver) -> None:
+    """Forget what was announced; trouble there is said: what stays is of no other publication."""
+    path = memory.root / "state" / "pending.json"
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        watch.noticed(f"announced, but {path} stays: {error.strerror or error}")
 
 
 def _previous_layout(client: OriginClient, head: Head | None) -> Layout | None:

@@ -5,19 +5,27 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from shardcast.announcing import issue_for
 from shardcast.deltas import Delta
-from shardcast.errors import IntegrityError, ModifiedError
+from shardcast.errors import (
+    DiskError,
+    IntegrityError,
+    ModifiedError,
+    NetworkError,
+    RefusedError,
+    ShardcastError,
+)
 from shardcast.origin_client import Body, OriginClient
 from shardcast.protocol import succession, trust
 from shardcast.protocol.delta import DeltaPart
 from shardcast.protocol.envelope import Signer, seal
 from shardcast.protocol.head import Head, OpenRef, encode_head
 from shardcast.protocol.layout import Extent, Layout
+from shardcast.protocol.trust import Accepted
 from shardcast.sharing import Stopping, share_out
 from shardcast.store.run import RunStore
 from shardcast.streaming import Opened, Piece
@@ -124,9 +132,24 @@ def _send(client: OriginClient, digest: str, body: Body) -> None:
         ) from error
 
 
+@dataclass(slots=True)
+class OriginHead:
+    """What is known of the head at an origin.
+
+    Attributes:
+        head: The last one that it is known to have had; None: it had none.
+        envelope: Its bytes.
+        in_doubt: Heads that were sent from that one and not answered: it may have any of them.
+    """
+
+    head: Head | None
+    envelope: bytes | None
+    in_doubt: list[Accepted] = field(default_factory=list)
+
+
 @dataclass(frozen=True, slots=True)
 class Announcer:
-    """Puts heads to an origin.
+    """Puts heads to an origin, each in the place of the last one.
 
     Attributes:
         client: The origin.
@@ -134,6 +157,7 @@ class Announcer:
         signers: Who signs.
         now_ms: The clock, Unix milliseconds.
         expiry_ms: How long a head is fresh.
+        last: What the next head follows.
     """
 
     client: OriginClient
@@ -141,27 +165,75 @@ class Announcer:
     signers: Sequence[Signer]
     now_ms: Callable[[], int]
     expiry_ms: int
+    last: OriginHead
 
-    def announce(
-        self, make: Callable[[succession.Issue], Head], previous: bytes | None
-    ) -> tuple[Head, bytes]:
-        """Sign a head, check it as a reader will, and put it in the place of the previous one.
+    def announce(self, make: Callable[[Head | None, succession.Issue], Head]) -> Head:
+        """Sign a head, check it as a reader will, and put it in the place of the last one.
+
+        Where the answer was lost, now or to an earlier head, the origin is asked which it has: what it
+        took counts, and the new head is made once more if it has to follow another than was thought.
+
+        Args:
+            make: Makes the head from the one that it follows.
 
         Raises:
             TrustError: If readers would refuse it.
             RefusedError: If the origin does; another publisher may have been faster.
-            NetworkError: If the origin cannot be reached.
+            NetworkError: If the origin cannot be reached; it may have taken the head all the same.
         """
+        signed = self._sign(make)
+        try:
+            self._put(signed)
+        except (NetworkError, RefusedError) as error:
+            taken = self._find_taken()
+            if taken is None:
+                if isinstance(error, NetworkError):
+                    error.message += "; it may have taken the head all the same"
+                raise
+            if taken is not signed:
+                signed = self._sign(make)
+                self._put(signed)
+        return signed.head
+
+    def resolve(self) -> None:
+        """Find out which of the heads in doubt the origin took, as far as it can be asked."""
+        self._find_taken()
+
+    def _sign(self, make: Callable[[Head | None, succession.Issue], Head]) -> Accepted:
         memory = self.memory
         issue = issue_for(memory.run, self.signers, self.now_ms(), self.expiry_ms)
-        head = make(issue)
-        envelope = seal(encode_head(head), self.signers)
+        envelope = seal(encode_head(make(self.last.head, issue)), self.signers)
         keys = [signer.public_key for signer in self.signers]
         state = memory.read_trust() or trust.fresh(memory.run, keys)
-        accepted = trust.accept(state, envelope, issue.now_ms)
-        self.client.put_head(envelope, previous)
-        memory.write_trust(accepted.state)
-        return head, envelope
+        return trust.accept(state, envelope, issue.now_ms)
+
+    def _put(self, signed: Accepted) -> None:
+        try:
+            self.client.put_head(signed.envelope, self.last.envelope)
+        except NetworkError:
+            self.last.in_doubt.append(signed)
+            raise
+        self._follow(signed)
+
+    def _find_taken(self) -> Accepted | None:
+        """Return that of the heads in doubt which the origin has; what is announced next follows it."""
+        if not self.last.in_doubt:
+            return None
+        try:
+            envelope = self.client.head()
+        except ShardcastError:
+            return None
+        for signed in self.last.in_doubt:
+            if signed.envelope == envelope:
+                self._follow(signed)
+                return signed
+        return None
+
+    def _follow(self, taken: Accepted) -> None:
+        self.last.head, self.last.envelope = taken.head, taken.envelope
+        self.last.in_doubt.clear()
+        with contextlib.suppress(DiskError):  # it is announced, and above what is remembered
+            self.memory.write_trust(taken.state)
 
 
 class RemoteOutlet:
@@ -169,9 +241,7 @@ class RemoteOutlet:
 
     Delta blobs go before the shards that they rebuild: the origin rebuilds those, and they are not sent.
 
-    Attributes:
-        head: The last head, with what is open.
-        envelope: Its bytes.
+    A head whose answer is lost may have opened the version all the same.
     """
 
     after_delta: Final = True
@@ -181,7 +251,6 @@ class RemoteOutlet:
         announcer: Announcer,
         upload: Upload,
         layout: Layout,
-        last: tuple[Head | None, bytes | None],
         cache: RunStore | None,
         *,
         steps: int,
@@ -193,13 +262,10 @@ class RemoteOutlet:
             announcer: Announces through a client that nobody else uses meanwhile.
             upload: Sends through that client.
             layout: The version's layout.
-            last: The last head and its bytes.
             cache: Where delta blobs lie; None: there are none.
             steps: Heads at most.
             clock: Monotonic seconds.
         """
-        self.head, self.envelope = last
-        self.is_open = False
         self._announcer = announcer
         self._upload = upload
         self._layout = layout
@@ -220,7 +286,7 @@ class RemoteOutlet:
             ModifiedError: If a file changed meanwhile.
         """
         began, upload = self._clock(), self._upload
-        if not self.is_open:
+        if not self._is_open:
             upload.put_documents(dict([opened.layout_document()]))
         upload.put_documents(opened.list_delta_parts(delta))
         if self._cache is not None:
@@ -234,7 +300,6 @@ class RemoteOutlet:
         }
         upload.send_shards(upload.lacking(shards))
         self._announce(opened.ref())
-        self.is_open = True
         seconds = max(self._clock() - began, 1e-6)
         self._rate = sum(extent.length for extent in shards.values()) / seconds
 
@@ -244,11 +309,18 @@ class RemoteOutlet:
         Raises:
             NetworkError, RefusedError: If the origin does not take it.
         """
-        if self.is_open:
+        if not self._is_open:
+            self._announcer.resolve()
+        if self._is_open:
             self._announce(None)
-            self.is_open = False
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether the last head says so."""
+        head = self._announcer.last.head
+        return (
+            head is not None and head.open is not None and head.open.version == self._layout.version
+        )
 
     def _announce(self, ref: OpenRef | None) -> None:
-        self.head, self.envelope = self._announcer.announce(
-            lambda issue: succession.with_open(self.head, issue, ref), self.envelope
-        )
+        self._announcer.announce(lambda last, issue: succession.with_open(last, issue, ref))
