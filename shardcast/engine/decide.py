@@ -98,7 +98,7 @@ def decide(view: View) -> Action:
 def _decide_weights(view: View) -> Action:
     state, goal = view.state, _goal(view)
     if view.mode is Mode.AUTO:
-        ready = _ready(view, goal)
+        ready = _ready(view, goal) or _left_paused(view)
         if ready is not None:
             if view.slot:
                 return Action(Kind.ACTIVATE, ready)
@@ -146,6 +146,19 @@ def _ready(view: View, goal: Target | None) -> Target | None:
     if target.digest in view.suspects:
         return None
     return target if not view.hold or _gives_back(view, target) else None
+
+
+def _left_paused(view: View) -> Target | None:
+    """Return the version that it serves if an activation has loaded it and could not resume.
+
+    One that somebody else has paused (its log of swaps ends with a resume) is left to them.
+    """
+    state, served = view.state, served_by(view.state)
+    if served is None or not state.paused or not state.swaps:
+        return None
+    if state.swaps[-1].resumed_at is not None or served.version in view.withdrawn:
+        return None
+    return None if served.digest in view.refused else view.held.get(served.digest)
 
 
 def _gives_back(view: View, target: Target) -> bool:

@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from shardcast.engine.decide import Action, Kind, Mode, View, decide, served_by
@@ -37,9 +38,14 @@ def state(
     )
 
 
-def replace_state(made: EngineState, **changes: object) -> EngineState:
-    import msgspec
+def paused(served: int, *, by_us: bool, staged: int | None = None) -> EngineState:
+    """Of an engine whose last swap was not resumed, or was, and somebody paused it later."""
+    made = state(served, staged)
+    last = msgspec.structs.replace(made.swaps[-1], resumed_at=None if by_us else 7)
+    return replace_state(made, paused=True, ready=False, swaps=[*made.swaps[:-1], last])
 
+
+def replace_state(made: EngineState, **changes: object) -> EngineState:
     return msgspec.structs.replace(made, **changes)
 
 
@@ -116,6 +122,17 @@ ACTIVATE_5 = Action(Kind.ACTIVATE, target(5))
             Action(Kind.ACTIVATE, target(4)),
         ),
         (view(state(), suspects=[target(5).digest]), STAGE_5),
+        # an activation could not resume what it had loaded: again, which moves nobody
+        (view(paused(5, by_us=True)), ACTIVATE_5),
+        (view(paused(5, by_us=True), hold=True), ACTIVATE_5),
+        (view(paused(4, by_us=True)), Action(Kind.ACTIVATE, target(4))),  # before hashing the next
+        (view(paused(4, by_us=True, staged=5)), ACTIVATE_5),
+        (view(paused(5, by_us=True), slot=False), Kind.WAIT),
+        (view(paused(5, by_us=True), held={}), Kind.WAIT),
+        (view(paused(5, by_us=True), mode=Mode.MANUAL), Kind.WAIT),
+        (view(paused(5, by_us=True), 4, withdrawn=[5]), Action(Kind.STAGE, target(4))),
+        (view(paused(5, by_us=True), refused=[target(5).digest]), Kind.WAIT),
+        (view(paused(5, by_us=False)), Kind.WAIT),  # somebody else's pause
         # manual: it stages, and somebody else activates
         (view(state(4), mode=Mode.MANUAL), STAGE_5),
         (view(state(4), mode=Mode.MANUAL, hold=True), STAGE_5),
@@ -169,8 +186,6 @@ def test_adapters(made: View, kind: Kind, number: int | None) -> None:
 
 
 def test_an_adapter_that_was_dropped_is_loaded_again() -> None:
-    import msgspec
-
     made = adapters(5)
     dropped: list[Lora] = [msgspec.structs.replace(one, loaded=False) for one in made.lora]
     decided = decide(view(replace_state(made, lora=dropped), adapter="math"))
