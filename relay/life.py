@@ -23,7 +23,7 @@ from relay.room import Room
 from relay.runs import RelayRun
 from relay.scrub import Scrubber
 from relay.server import Server
-from relay.threads import in_thread
+from relay.threads import in_thread, in_thread_or
 from relay.turns import Turns
 from shardcast.errors import BusyError, ShardcastError, UsageError
 from shardcast.store.roles import Role, claim_if_writable, require_role
@@ -115,7 +115,7 @@ class Life:
         predecessor = await find_predecessor(config.store) if config.take_over else None
         try:
             if config.origin:
-                await asyncio.to_thread(self._mark.show)
+                await in_thread(self._mark.show)
             elif predecessor is None:
                 await asyncio.to_thread(self._mark.require_absent)
             if predecessor is None:
@@ -129,7 +129,8 @@ class Life:
                 node.store.set_writer(node.keeper.held)
                 node.parents.assume(Place(predecessor.depth, tuple(predecessor.path)))
             await self._feed.prepare()
-            self._listening = await asyncio.to_thread(self._sockets, predecessor)
+            sockets = partial(self._sockets, predecessor)
+            self._listening = await in_thread_or(sockets, Listening.close)
             if predecessor is not None:
                 await predecessor.ready(self._listening.sockets)
                 await self._feed.prepare()  # heads that the other one accepted meanwhile

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Final, Protocol
 
 from relay.admission import Admission
@@ -26,6 +27,7 @@ from relay.routes import ROUNDS, Sources
 from relay.runs import RelayRun
 from relay.siblings import Siblings
 from relay.targets import SpareTarget, target_for
+from relay.threads import in_thread_or
 from shardcast.errors import NetworkError, NotFoundError, ShardcastError
 from shardcast.store.run import RunStore
 from shardcast.store.store import Store
@@ -270,11 +272,21 @@ class Node:
 
     async def open_here(self, run: RelayRun, known: Known) -> Opened | None:
         """Open a blob that is on disk, or will be in a moment by what is going on; else None."""
-        opened = run.open_now(known) or await asyncio.to_thread(run.open, known)
+        opened = run.open_now(known) or await self._look(run, known)
         if opened is None and await self._ready_to_fill(run, known):
-            opened = await asyncio.to_thread(run.open, known)
+            opened = await self._look(run, known)
         # Its fill may have ended while a thread looked: without this look it would be fetched again.
         return opened or run.open_now(known)
+
+    @staticmethod
+    async def _look(run: RelayRun, known: Known) -> Opened | None:
+        """Open a blob that may have to be hashed. Nothing stays open after a cancellation."""
+
+        def close(opened: Opened | None) -> None:
+            if opened is not None:
+                opened.close()
+
+        return await in_thread_or(partial(run.open, known), close)
 
     async def _ready_to_fill(self, run: RelayRun, known: Known) -> bool:
         """Wait until a fill can be started that is kept; return whether there was a wait.

@@ -21,7 +21,7 @@ from relay.node import Node
 from relay.origin import OriginFeed, local_trust, now_ms
 from relay.receiving import BodyError, FileReceiver, read_body, skip_body
 from relay.runs import RelayRun
-from relay.threads import in_thread
+from relay.threads import in_thread, in_thread_or
 from relay.uploads import TooManyUploadsError, Uploads, decode_any, shard_present
 from shardcast.errors import (
     BusyError,
@@ -290,7 +290,8 @@ class Publishing:
         if request.content_length != length:
             await skip_body(request, MAX_DOCUMENT_BYTES, limits)
             return respond.error_answer(422, "wrong_length", f"blob {digest} has {length} bytes")
-        receiver = await in_thread(lambda: FileReceiver.temporary(run.store, digest))
+        make = partial(FileReceiver.temporary, run.store, digest)
+        receiver = await in_thread_or(make, FileReceiver.close)
         try:
             await receiver.receive(request, length, limits)
             if receiver.digest != digest:
