@@ -135,20 +135,25 @@ def ready_problem(node: Node) -> str | None:
     """Return why the relay is not ready to take load, or None.
 
     Ready: it listens, does not drain, and the newest version of every run is whole here, or
-    comes on demand.
+    comes on demand. A run that nobody named with ``--run`` counts once it has a head: whoever may
+    publish to a parent can name a run there that nobody here can trust.
     """
+    config = node.config
     if node.draining:
         return "draining"
-    if not node.config.origin and node.config.prefetch is not Prefetch.ALL:
+    if not config.origin and config.prefetch is not Prefetch.ALL:
         return None
-    for run in node.runs.values():
-        if run.head is None:
-            if node.config.origin:
-                continue
-            return f"run {run.name}: no head yet"
-        newest = run.head.head.version
+    served = [run for run in node.runs.values() if run.head is not None]
+    if not config.origin:
+        if not node.runs:
+            return "no run yet"
+        expected = config.runs if served else (*config.runs, *sorted(node.runs))
+        for name in expected:
+            run = node.runs.get(name)
+            if run is None or run.head is None:
+                return f"run {name}: no head yet"
+    for run in served:
+        newest = None if run.head is None else run.head.head.version
         if newest is not None and run.complete_version() != newest:
             return f"run {run.name}: version {newest} is not whole yet"
-    if not node.config.origin and not node.runs:
-        return "no run yet"
     return None

@@ -129,5 +129,44 @@ async def test_a_flood_of_runs_that_nobody_can_trust_leaves_room_for_the_others(
         assert not {"etc", "UPPER"}.intersection(names)
 
 
+@pytest.mark.fault(18)
+@pytest.mark.parametrize(
+    ("named", "good", "why"),
+    [
+        ((), True, None),
+        ((RUN, "theirs"), True, "theirs"),
+        ((RUN,), True, None),
+        ((), False, "theirs"),
+    ],
+)
+async def test_a_run_that_nobody_here_can_trust_counts_only_where_it_was_asked_for(
+    tmp_path: Path, named: tuple[str, ...], good: bool, why: str | None
+) -> None:
+    """Whoever may publish to a parent can name runs there: relays below stay ready."""
+    parent = ScriptedParent()
+    theirs = make_version(1, run="theirs")
+    parent.serve(make_head(theirs, run="theirs", key=9), theirs, run="theirs")
+    if good:
+        parent.serve(make_head(VERSION), VERSION)
+    async with parent.running(), running(config(tmp_path, parent.url, runs=named)) as url:
+        if good:
+            await wait_head(url)
+            assert await has_all(url, VERSION)
+        if named != (RUN,):
+            await eventually(lambda: _refused(url, "theirs"))
+        answer = await http(url, "/readyz")
+        if why is None:
+            assert answer.status == 200
+        else:
+            assert answer.status == 503
+            assert f"run {why}: no head yet".encode() in answer.body
+
+
+async def _refused(url: str, run: str) -> bool:
+    """Whether the head of a run was looked at, and is not served."""
+    found = (await status_of(url))["runs"].get(run)
+    return found is not None and found["head"] is None and "trusted" in str(found["problem"])
+
+
 async def _followed(url: str, count: int) -> bool:
     return len((await status_of(url))["runs"]) == count
