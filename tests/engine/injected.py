@@ -157,14 +157,12 @@ def _install(worker: Any) -> None:
             single(_breaking(tensors))
 
     def load_prepared(prepared: Any) -> bool:
-        if not weights._whole:
-            return False
         prepared._copies = _Breaking(prepared._copies, "tensors")
         prepared._kernels = _Breaking(prepared._kernels, "process")
-        exchange(prepared)
-        if _due("end"):
+        exchanged = exchange(prepared)
+        if exchanged and _due("end"):
             raise RuntimeError("injected: after the load")
-        return True
+        return exchanged
 
     weights.load, weights._load, weights.load_prepared = load, _load, load_prepared
 

@@ -66,6 +66,7 @@ class Prepared:
         """
         self._copies = copies
         self._kernels = kernels
+        self._into = {id(old) for old, _ in copies}
 
     @property
     def bytes(self) -> int:
@@ -77,7 +78,7 @@ class Prepared:
         there = {id(one): one for one in chain(model.parameters(), model.buffers())}
         if any(one.is_meta for one in there.values()):
             return False
-        return all(id(old) in there for old, _ in self._copies)
+        return self._into <= there.keys()
 
     def exchange(self) -> None:
         """Give the model these weights; keep its old kernels, to be thrown away."""
