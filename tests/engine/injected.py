@@ -159,7 +159,7 @@ def _install(worker: Any) -> None:
     def load_prepared(prepared: Any) -> bool:
         prepared._copies = _Breaking(prepared._copies, "tensors")
         prepared._kernels = _Breaking(prepared._kernels, "process")
-        exchanged = exchange(prepared)
+        exchanged: bool = exchange(prepared)
         if exchanged and _due("end"):
             raise RuntimeError("injected: after the load")
         return exchanged
