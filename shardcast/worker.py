@@ -324,10 +324,10 @@ class Worker:
             newest.put_nowait(_update(ready, path, head))
 
         def found(ready: Obtained, path: Path, head: Head | None) -> None:
-            if current and ready.ref.manifest != last:
+            if ready.ref.manifest != last:
                 updated(ready, path, head)
 
-        running = asyncio.ensure_future(self._follow(updated, found))
+        running = asyncio.ensure_future(self._follow(updated, found if current else None))
         try:
             while True:
                 taking = asyncio.ensure_future(newest.get())
@@ -343,8 +343,11 @@ class Worker:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
 
-    async def _follow(self, updated: Updated, found: Updated) -> None:
-        """Follow beside another worker while there is one, then lead. Ends by an error only."""
+    async def _follow(self, updated: Updated, found: Updated | None) -> None:
+        """Follow beside another worker while there is one, then lead. Ends by an error only.
+
+        ``found`` is told what was current before.
+        """
         lock, seen, failures, rest_s = lock_of(self.options), None, 0, 0.0
         try:
             while True:
@@ -367,7 +370,7 @@ class Worker:
         self,
         session: WorkerSession,
         updated: Updated,
-        found: Updated,
+        found: Updated | None,
         seen: int | None,
         failures: int,
     ) -> Follower:
@@ -410,8 +413,11 @@ class Worker:
             await mender.close()
 
     @asynccontextmanager
-    async def _finding(self, session: WorkerSession, found: Updated) -> AsyncIterator[None]:
+    async def _finding(self, session: WorkerSession, found: Updated | None) -> AsyncIterator[None]:
         """Tell which version is current, if it is whole, while the block runs. For a guest."""
+        if found is None:
+            yield
+            return
         looking = asyncio.ensure_future(self._find(session, found))
         try:
             yield
@@ -439,7 +445,7 @@ class Worker:
         session: WorkerSession,
         current: tuple[int, str],
         updated: Updated,
-        found: Updated,
+        found: Updated | None,
         seen: int | None,
     ) -> None:
         """Do what a leader that was killed after it had moved ``current`` did not do any more."""
@@ -452,7 +458,7 @@ class Worker:
         if number != seen and session.activator.missed(number):
             await session.announce(ready, path)
             updated(ready, path, None)
-        else:
+        elif found is not None:
             found(ready, path, None)
 
     async def _current(self, session: WorkerSession) -> tuple[int, str] | None:

@@ -135,6 +135,20 @@ async def test_a_guest_yields_it_too(tmp_path: Path, run: FakeRun, server: RunSe
             assert_is(await soon(got), run, 1)
 
 
+async def test_a_guest_that_is_not_asked_for_it_does_not_hash_it(
+    tmp_path: Path, run: FakeRun, server: RunServer, scans: list[int]
+) -> None:
+    out = tmp_path / "out"
+    await worker(out, run, server).apull()
+    scans.clear()
+    log = Heard(EventKind.HEAD)
+    with RunStore(out, "policy").lock():
+        async with following(worker(out, run, server, observer=log), current=False) as got:
+            await asyncio.wait_for(log.came.wait(), 20)
+            assert got.empty()
+            assert scans == []
+
+
 async def test_a_guest_does_not_go_back_to_what_is_not_current_any_more(
     tmp_path: Path, run: FakeRun, server: RunServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
