@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -10,12 +11,13 @@ import msgspec
 import pytest
 
 from shardcast.canary import Canary, Prompt
+from shardcast.engine import patience
 from shardcast.engine.checking import Checks, Outcome
 from shardcast.engine.decide import Mode
 from shardcast.engine.driver import Target
 from shardcast.engine.forms import EngineState
 from shardcast.engine.patience import RETRY_CAP_S
-from shardcast.errors import EngineUncertainError
+from shardcast.errors import EngineUncertainError, EngineUnreachableError
 from shardcast.events import EventKind
 from tests.engines import (
     FakeEngine,
@@ -29,6 +31,12 @@ from tests.engines import (
 from tests.unit.engine.test_agent import World, minding, served
 
 TOKENS = [1, 2, 3]
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "RETRY_FIRST_S", 0.005)
+    monkeypatch.setattr(patience, "RETRY_CAP_S", 0.02)
 
 
 def canary_of(target: Target) -> Canary:
@@ -105,6 +113,28 @@ async def test_what_cannot_be_asked_holds_no_version_up(tmp_path: Path) -> None:
         engine.before = None
         now += RETRY_CAP_S
         await world.until(lambda: engine.asked == [1, 2, 3, 3])
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_an_engine_that_hangs_while_it_is_asked_is_lost_until_it_answers(
+    tmp_path: Path,
+) -> None:
+    engine = Scored()
+
+    async def hang() -> None:
+        engine.before = None
+        engine.unreachable = EngineUnreachableError("no answer in 10 s", source=engine.name)
+        await asyncio.Event().wait()
+
+    engine.before = hang
+    async with minding(tmp_path, engine, check_canary=True) as world:
+        checked(world)
+        world.publish(1)
+        await world.until(lambda: world.metric("reachable", engine) == 0)
+        engine.unreachable = None
+        await world.until(lambda: engine.asked == [1, 1])
+        await world.until(lambda: world.metric("reachable", engine) == 1)
+        assert world.metric("failures_total", engine, phase="check") == 1
 
 
 # --- by itself ------------------------------------------------------------------------------------
