@@ -554,11 +554,11 @@ def test_adapters_over_swaps(servers: ServerHost, versions: Versions, adapters: 
         assert server.activate(versions[0]).status == 200
         base = server.tokens(PROMPT, 20)
 
-        def load(target: Target) -> str:
-            order = {**members(target), "action": "load", "name": "style"}
+        def load(target: Target, name: str = "style") -> str:
+            order = {**members(target), "action": "load", "name": name}
             answer = server.ask(LORA_PATH, {k: v for k, v in order.items() if k != "step"})
             assert answer.status == 200, answer.body
-            (lora,) = answer.json["state"]["lora"]
+            (lora,) = (one for one in answer.json["state"]["lora"] if one["name"] == name)
             assert lora["loaded"]
             return str(lora["model"])
 
@@ -599,6 +599,18 @@ def test_adapters_over_swaps(servers: ServerHost, versions: Versions, adapters: 
         assert load(adapters[1]) == second
         assert server.activate(versions[0]).status == 200
         assert server.tokens(PROMPT, 20, model=second) == two
+        # It holds two at a time (--max-loras), and loads the third when a request wants it.
+        for name in ("tone", "mood"):
+            load(adapters[0], name)
+        assert server.activate(versions[1]).status == 200
+        assert server.activate(versions[0]).status == 200
+        state = server.state()
+        assert state.last_failure is None
+        assert [(lora.name, lora.loaded) for lora in state.lora] == [
+            ("mood", True), ("style", True), ("tone", True),
+        ]  # fmt: skip
+        told = {lora.name: server.tokens(PROMPT, 20, model=lora.model) for lora in state.lora}
+        assert told == {"mood": one, "style": two, "tone": one}
 
 
 # --- servers that cannot swap, and one that dies ---------------------------------------------------
