@@ -264,6 +264,7 @@ class Prefetcher:
         number = stored.version.number
         if stored.damaged is not None:
             await in_thread(stored.restore_files)
+        self._looked.intersection_update(self._run.catalog.numbers())  # of others nobody asks
         if number in self._looked:
             return
         self._looked.add(number)

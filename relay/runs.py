@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Final
 
-from relay.catalog import Catalog, DataBlob, DocumentBlob, Known, Parsed, ShardBlob, parse_document
+from relay.catalog import Catalog, DocumentBlob, Known, Parsed, ShardBlob, parse_document
 from relay.claims import Claims
 from relay.opened import Opened, open_extent
 from relay.parents import Place
@@ -368,6 +368,8 @@ class RelayRun:
 
     def let_go(self) -> None:
         """Forget versions that the head dropped and that nobody fetches any more."""
+        for number in self.used.keys() - fetched - self.stored.keys():
+            del self.used[number]
         fetched = self.readers.versions()
         self.catalog.forget([n for n in self.catalog.lingering() if n not in fetched])
 
@@ -375,19 +377,13 @@ class RelayRun:
         """Open a blob if that takes no reading of its bytes; else None."""
         if isinstance(known, ShardBlob):
             return self._open_shard(known, only_verified=True)
-        if self.shelf.verified(known.digest):
-            return self._open_shelf(known)
-        return None
+        return _opened(self.shelf.open_now(known.digest))
 
     def open(self, known: Known) -> Opened | None:
         """Open a blob that is good on disk, or return None. Blocking: it may have to be hashed."""
         if isinstance(known, ShardBlob):
             return self._open_shard(known, only_verified=False)
-        return self._open_shelf(known)
-
-    def _open_shelf(self, known: DocumentBlob | DataBlob) -> Opened | None:
-        found = self.shelf.open(known.digest)
-        return None if found is None else Opened(found[0], 0, found[1])
+        return _opened(self.shelf.open(known.digest))
 
     def _open_shard(self, known: ShardBlob, *, only_verified: bool) -> Opened | None:
         for place in known.places:
@@ -401,6 +397,10 @@ class RelayRun:
             if opened is not None:
                 return opened
         return None
+def _opened(found: tuple[int, int] | None) -> Opened | None:
+    return None if found is None else Opened(found[0], 0, found[1])
+
+
 
 
 def _wake(waiters: list[asyncio.Future[None]]) -> None:

@@ -34,10 +34,33 @@ class Shelf:
         found = self._open(digest)
         return found if isinstance(found, tuple) else None
 
+    def open_now(self, digest: str) -> tuple[int, int] | None:
+        """Open a blob that was verified and is as it was then; its bytes are not read."""
+        stamp = self._verified.get(digest)
+        if stamp is None:
+            return None
+        try:
+            fd = self._descriptor(digest)
+        except OSError:
+            return None
+        with contextlib.suppress(OSError):
+            if _stamp(fd) == stamp:
+                return fd, stamp[0]
+        os.close(fd)
+        return None
+
+    def _descriptor(self, digest: str) -> int:
+        try:
+            path = self._store.blob_path(digest)
+            return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:  # whoever removed it did not tell
+            self._forget(digest)
+            raise
+
     def _open(self, digest: str) -> tuple[int, int] | bool:
         """Return a good blob's descriptor and size, or whether it was found bad, and removed."""
         try:
-            fd = os.open(self._store.blob_path(digest), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = self._descriptor(digest)
         except OSError:
             return False
         try:
@@ -57,17 +80,18 @@ class Shelf:
         Returns:
             Its bytes, 0 if it is not here (any more), None if it was not good.
         """
-        with self._lock:
-            self._verified.pop(digest, None)
+        self._forget(digest)
         found = self._open(digest)
         if isinstance(found, tuple):
             os.close(found[0])
             return found[1]
         return None if found else 0
 
-    def verified(self, digest: str) -> bool:
-        """Say whether a blob was verified in this process (it may have been removed since)."""
-        return digest in self._verified
+    @property
+    def verified(self) -> frozenset[str]:
+        """The blobs that were verified in this process (some may have been removed since)."""
+        with self._lock:
+            return frozenset(self._verified)
 
     def holds(self, digest: str) -> bool:
         """Say whether a blob is good on disk now."""
@@ -93,11 +117,20 @@ class Shelf:
         with self._lock:
             self._verified[digest] = stamp
 
-    def forget(self, digest: str) -> None:
-        """Remove a blob."""
+    def prune(self) -> None:
+        """Forget what was known of blobs that are not here any more.
+
+        Raises:
+            DiskError: If the system does not say what is here.
+        """
+        with self._lock:
+            known = set(self._verified)  # what comes while the names are read is left alone
+        for digest in known.difference(self._store.blobs()):
+            self._forget(digest)
+
+    def _forget(self, digest: str) -> None:
         with self._lock:
             self._verified.pop(digest, None)
-        self._store.remove_blob(digest)
 
     def _good(self, fd: int, digest: str) -> bool:
         stamp = _stamp(fd)

@@ -106,13 +106,38 @@ def test_the_shelf_keeps_nothing_bad(tmp_path: Path) -> None:
     shelf = Shelf(run)
     data = b"some bytes"
     run.write_blob(digest_of(data), data)
-    assert not shelf.verified(digest_of(data))
-    assert shelf.holds(digest_of(data))
-    assert shelf.verified(digest_of(data))
-    run.blob_path(digest_of(data)).write_bytes(b"other")
-    assert not shelf.holds(digest_of(data))
-    assert not run.has_blob(digest_of(data))
+    digest = digest_of(data)
+    assert shelf.open_now(digest) is None  # that would take reading it
+    assert shelf.holds(digest)
+    assert shelf.verified == {digest}
+    opened = shelf.open_now(digest)
+    assert opened is not None
+    os.close(opened[0])
+    run.blob_path(digest).write_bytes(b"other")
+    assert shelf.open_now(digest) is None
+    assert run.has_blob(digest)
+    assert not shelf.holds(digest)
+    assert not run.has_blob(digest)
     assert shelf.open("0" * 64) is None
+    store.close()
+
+
+@pytest.mark.parametrize("look", ["open", "open_now", "look_again", "prune"])
+def test_the_shelf_remembers_nothing_that_is_gone(tmp_path: Path, look: str) -> None:
+    """Blobs are removed by who knows nothing of it: a relay that runs for a year forgets them."""
+    store = Store(tmp_path)
+    run = store.run(RUN, create=True)
+    shelf = Shelf(run)
+    gone, here = (digest_of(data) for data in (b"gone", b"here"))
+    for data in (b"gone", b"here"):
+        run.write_blob(digest_of(data), data)
+        assert shelf.holds(digest_of(data))
+    run.remove_blob(gone)
+    if look == "prune":
+        shelf.prune()
+    else:
+        assert not getattr(shelf, look)(gone)
+    assert shelf.verified == {here}
     store.close()
 
 

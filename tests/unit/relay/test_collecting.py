@@ -8,6 +8,7 @@ import pytest
 from relay import retaining
 from relay.retaining import COLLECT_S, Retention
 from relay.runs import RelayRun
+from shardcast.protocol.digest import digest_of
 from shardcast.store.run import RunStore
 from tests.clock import Clock
 
@@ -31,3 +32,18 @@ async def test_leftovers_are_looked_for_without_a_new_head(
     clock.now += COLLECT_S
     await retention.apply(run)
     assert len(looks) == 2
+
+
+async def test_nothing_is_remembered_of_what_was_collected(tmp_path: Any) -> None:
+    clock = Clock()
+    retention = Retention(cast(Any, SimpleNamespace(clock=clock)))
+    run = RelayRun(RunStore(tmp_path, "policy"), clock)
+    for number in range(3):
+        data = b"delta %d" % number
+        run.store.write_blob(digest_of(data), data)
+        assert run.shelf.holds(digest_of(data))
+        run.used[number] = clock()
+    await retention.apply(run)
+    assert run.store.blobs() == []  # nothing names them
+    assert not run.shelf.verified
+    assert not run.used  # no such version is here, and nobody fetches one
