@@ -368,10 +368,10 @@ class RelayRun:
 
     def let_go(self) -> None:
         """Forget versions that the head dropped and that nobody fetches any more."""
-        for number in self.used.keys() - fetched - self.stored.keys():
-            del self.used[number]
         fetched = self.readers.versions()
         self.catalog.forget([n for n in self.catalog.lingering() if n not in fetched])
+        for number in self.used.keys() - fetched - self.stored.keys():
+            del self.used[number]
 
     def open_now(self, known: Known) -> Opened | None:
         """Open a blob if that takes no reading of its bytes; else None."""
@@ -397,10 +397,10 @@ class RelayRun:
             if opened is not None:
                 return opened
         return None
+
+
 def _opened(found: tuple[int, int] | None) -> Opened | None:
     return None if found is None else Opened(found[0], 0, found[1])
-
-
 
 
 def _wake(waiters: list[asyncio.Future[None]]) -> None:
