@@ -22,7 +22,9 @@ from relay.origin import OriginFeed, local_trust, now_ms
 from relay.receiving import BodyError, FileReceiver, read_body, skip_body
 from relay.runs import RelayRun
 from relay.threads import in_thread, in_thread_or
-from relay.uploads import TooManyUploadsError, Uploads, decode_any, shard_present
+from relay.upload import decode_any
+from relay.uploads import TooManyUploadsError, Uploads, shard_present
+from relay.whole import to_its_end
 from shardcast.errors import (
     BusyError,
     DiskError,
@@ -182,9 +184,10 @@ class Publishing:
         if not all(is_digest(digest) for digest in asked):
             raise MalformedError("a digest is 64 lowercase hex digits")
         await uploads.rebuild(asked)
-        stored, shelved = await in_thread(lambda: _present(run, uploads, asked))
-        for digest in shelved:
-            await self._count_again(run, uploads, digest)
+        async with uploads.sparing.during():
+            stored, shelved = await in_thread(lambda: _present(run, uploads, asked))
+            for digest in shelved:
+                await self._count_again(run, uploads, digest)
         missing = [d for d in dict.fromkeys(asked) if d not in stored and d not in shelved]
         return respond.json_answer(200, {"missing": missing})
 
@@ -194,10 +197,10 @@ class Publishing:
         Raises:
             ShardcastError: As ``Uploads.register``.
         """
-        if run.find(digest) is not None or uploads.knows(digest):
+        if uploads.knows(digest) or (run.find(digest) is not None and not _is_open(run, digest)):
             return
-        data = await in_thread(partial(run.store.read_blob, digest))
-        if data is not None and data[:1] == b"{":
+        data = await in_thread(partial(run.store.read_document, digest))
+        if data is not None:
             with contextlib.suppress(MalformedError):
                 await uploads.register(digest, decode_any(data))
 
@@ -212,8 +215,11 @@ class Publishing:
         place = uploads.shard(digest)
         if place is not None:
             return await self._shard(request, run, digest, place[0], place[1])
-        if await in_thread(lambda: run.shelf.holds(digest)):
-            await self._count_again(run, uploads, digest)
+        async with uploads.sparing.during():
+            here = await in_thread(lambda: run.shelf.holds(digest))
+            if here:
+                await self._count_again(run, uploads, digest)
+        if here:
             await skip_body(request, MAX_DOCUMENT_BYTES, limits)
             return _kept(200, digest)
         length = uploads.blob(digest)
@@ -237,12 +243,13 @@ class Publishing:
                 document = decode_any(body)
             except MalformedError as error:
                 return respond.error_answer(409, "unknown_blob", f"{digest}: {error.message}")
+        async with uploads.sparing.during():
             await in_thread(lambda: run.store.write_blob(digest, body))
-        try:
-            await uploads.register(digest, document)
-        except (TrustError, MalformedError):
-            await in_thread(lambda: run.store.remove_blob(digest))
-            raise
+            try:
+                await uploads.register(digest, document)
+            except (TrustError, MalformedError, StateError):
+                await in_thread(lambda: run.store.remove_blob(digest))
+                raise
         return _kept(201, digest)
 
     async def _shard(
@@ -323,7 +330,8 @@ class Publishing:
                 return respond.error_answer(
                     412, "precondition", "another head was published meanwhile"
                 )
-            return await self._take_head(run, uploads, body, current)
+            async with uploads.sparing.during():
+                return await self._take_head(run, uploads, body, current)
 
     async def _take_head(
         self, run: RelayRun, uploads: Uploads, body: bytes, current: bytes | None
@@ -337,6 +345,12 @@ class Publishing:
             return respond.error_answer(409, error.code, error.message)
         except TrustError as error:
             return respond.error_answer(403, error.code, error.message)
+        async with uploads.taking(accepted.head):
+            return await self._take_accepted(run, uploads, accepted, current)
+
+    async def _take_accepted(
+        self, run: RelayRun, uploads: Uploads, accepted: Accepted, current: bytes | None
+    ) -> web.Response:
         previous = run.head.head if run.head is not None else None
         lacking = await uploads.lacking(accepted.head, previous)
         if lacking:
@@ -347,17 +361,29 @@ class Publishing:
                 + ", ".join(lacking[:_LISTED]),
             )
         try:
-            changed = await in_thread(lambda: _commit(run, accepted, current))
+            changed = await to_its_end(self._announce(run, uploads, accepted, current))
         except BusyError as error:
             return respond.busy_answer(error.message, 2)
         if not changed:
             return respond.error_answer(412, "precondition", "another publisher was faster")
+        log.info("run %s: head %d was published", run.name, accepted.head.sequence)
+        return self._head_answer(201 if current is None else 200, accepted.envelope)
+
+    async def _announce(
+        self, run: RelayRun, uploads: Uploads, accepted: Accepted, current: bytes | None
+    ) -> bool:
+        """Commit a head, and serve it; False if the head changed meanwhile.
+
+        Raises:
+            BusyError, DiskError: As ``_commit``.
+        """
+        if not await in_thread(lambda: _commit(run, accepted, current)):
+            return False
         uploads.announced(accepted.head)
         feed = self._node.feed
         if isinstance(feed, OriginFeed):
             await feed.take(run, accepted)
-        log.info("run %s: head %d was published", run.name, accepted.head.sequence)
-        return self._head_answer(201 if current is None else 200, body)
+        return True
 
     def _head_answer(self, status: int, envelope: bytes) -> web.Response:
         etag = wire.head_etag(digest_of(envelope))
@@ -369,6 +395,15 @@ def _condition_holds(if_match: str | None, if_none: str | None, current: bytes |
     if if_match is not None and (etag is None or not wire.etag_in(if_match, etag, strong=True)):
         return False
     return if_none is None or etag is None or not wire.etag_in(if_none, etag)
+
+
+def _is_open(run: RelayRun, digest: str) -> bool:
+    """Say whether a document is one of the version that the head names as open."""
+    opened = None if run.head is None else run.head.head.open
+    if opened is None:
+        return False
+    parts = [part for delta in opened.deltas for part in delta.parts]
+    return digest in (opened.layout, *opened.parts, *parts)
 
 
 def _present(run: RelayRun, uploads: Uploads, asked: list[str]) -> tuple[set[str], set[str]]:

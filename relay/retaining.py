@@ -104,14 +104,9 @@ class Retention:
         evict = tuple(number for number in evict if number not in claimed)
         for number in evict:
             run.stored.pop(number, None)
-        if run.uploads:  # documents of uploads under way are named by nothing yet
-            gone = await asyncio.to_thread(
-                lambda: tuple(number for number in evict if run.store.evict(number))
-            )
-        else:
-            # What a version that lingers is rebuilt from stays with it.
-            keep = run.catalog.digests()
-            gone = await asyncio.to_thread(self._collect, run, evict, keep)
+        # What a version that lingers is rebuilt from stays with it.
+        keep = run.catalog.digests()
+        gone = await asyncio.to_thread(self._collect, run, evict, keep)
         await asyncio.to_thread(run.shelf.prune)
         for number in gone:
             run.used.pop(number, None)

@@ -83,7 +83,6 @@ class RelayRun:
         claims: Extents (version, shard) that somebody writes at the moment. Whoever wants to
             write one claims it first, on the event loop: unverified bytes never land on verified
             ones.
-        uploads: Versions that are being uploaded.
         told: The places in the tree that the relays below were told.
         replaces: Whether a version on disk that contradicts the head makes room for the head's: below
             parents, never at an origin, whose disk is what there is.
@@ -107,7 +106,6 @@ class RelayRun:
         self.problem: str | None = None
         self.no_room: str | None = None
         self.claims = Claims()
-        self.uploads = 0
         self.told = ToldPlaces()
         self.replaces = False
         self.refreshed = float("-inf")
@@ -372,6 +370,18 @@ class RelayRun:
         self.catalog.forget([n for n in self.catalog.lingering() if n not in fetched])
         for number in self.used.keys() - fetched - self.stored.keys():
             del self.used[number]
+
+    def surely_absent(self, known: Known) -> bool:
+        """Say whether a blob is not on disk, as far as that is known without reading."""
+        if not isinstance(known, ShardBlob):
+            with contextlib.suppress(DiskError):
+                return not self.store.has_blob(known.digest)
+            return False
+        return all(
+            stored is None or stored.state(place.shard) is ShardState.MISSING
+            for place in known.places
+            for stored in (self.stored.get(place.version),)
+        )
 
     def open_now(self, known: Known) -> Opened | None:
         """Open a blob if that takes no reading of its bytes; else None."""

@@ -8,161 +8,34 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from functools import partial
-
-import msgspec
 
 from relay.copies import copy_local
 from relay.runs import RelayRun
+from relay.sparing import Sparing
 from relay.threads import in_thread
-from shardcast.errors import DiskFullError, MalformedError, ShardcastError
-from shardcast.protocol import manifest as manifests
-from shardcast.protocol.delta import DELTA_FORMAT, DeltaPart, decode_delta_part
+from relay.upload import Document, Upload, decode_any, layout_of
+from relay.whole import to_its_end
+from shardcast.errors import BusyError, DiskFullError, ShardcastError, StateError
 from shardcast.protocol.head import Head, OpenRef, VersionRef
-from shardcast.protocol.layout import (
-    LAYOUT_FORMAT,
-    PART_FORMAT,
-    Layout,
-    Part,
-    decode_layout,
-    decode_part,
-)
-from shardcast.protocol.manifest import Manifest, Version
+from shardcast.protocol.manifest import Version
+from shardcast.store.retention import on_their_way
 from shardcast.store.stored import ShardState, StoredVersion
 
 log = logging.getLogger("relay.uploads")
-
-Document = Layout | Part | Manifest | DeltaPart
-
-
-class _AnyFormat(msgspec.Struct):
-    format: str
 
 
 class TooManyUploadsError(ShardcastError):
     """As many versions as the relay can hold are being uploaded already."""
 
 
-def decode_any(data: bytes) -> Document:
-    """Decode an uploaded document by the format that it names.
-
-    Raises:
-        MalformedError: If it is none of ours.
-    """
-    try:
-        kind = msgspec.json.decode(data, type=_AnyFormat).format
-    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise MalformedError("it is not a document") from error
-    match kind:
-        case manifests.MANIFEST_FORMAT:
-            return manifests.decode_manifest(data)
-        case _ if kind == LAYOUT_FORMAT:
-            return decode_layout(data)
-        case _ if kind == PART_FORMAT:
-            return decode_part(data)
-        case _ if kind == DELTA_FORMAT:
-            return decode_delta_part(data)
-    raise MalformedError(f"it is a document of format {kind[:80]!r}, which nobody uploads")
-
-
-@dataclass
-class Upload:
-    """One version on its way, known by its layout."""
-
-    layout_digest: str
-    touched: float
-    layout: Layout | None = None
-    parts: dict[str, Part] = field(default_factory=dict)
-    manifest: tuple[str, Manifest] | None = None
-    delta_parts: dict[str, DeltaPart] = field(default_factory=dict)
-    blobs: dict[str, int] = field(default_factory=dict)
-    stored: StoredVersion | None = None
-    index: dict[str, int] = field(default_factory=dict)
-    copying: asyncio.Task[None] | None = None
-    rebuilding: asyncio.Task[None] | None = None
-    tried: set[str] = field(default_factory=set)
-
-    def take(self, digest: str, document: Document) -> None:
-        """Take in a document of this version."""
-        match document:
-            case Layout():
-                self.layout = document
-            case Part():
-                self.parts[digest] = document
-            case Manifest():
-                self.manifest = (digest, document)
-            case DeltaPart():
-                self.delta_parts[digest] = document
-                self.blobs.update({blob.digest: blob.bytes for blob in document.blobs})
-
-    def forget(self, digest: str, document: Document) -> None:
-        """Take a document back that turned out not to belong here."""
-        match document:
-            case Layout():
-                self.layout = None
-            case Part():
-                del self.parts[digest]
-            case Manifest():
-                self.manifest = None
-            case DeltaPart():
-                del self.delta_parts[digest]
-                for blob in document.blobs:
-                    self.blobs.pop(blob.digest, None)
-
-    def tasks(self) -> list[asyncio.Task[None]]:
-        """Return what is under way for it."""
-        return [task for task in (self.copying, self.rebuilding) if task is not None]
-
-    def version(self, run: str) -> Version | None:
-        """Return what the documents so far say, None before the layout.
-
-        Raises:
-            TrustError: If they do not belong together.
-        """
-        layout = self.layout
-        if layout is None:
-            return None
-        if self.manifest is not None and all(d in self.parts for d in self.manifest[1].parts):
-            digest, manifest = self.manifest
-            ref = VersionRef(
-                version=layout.version,
-                step=layout.step,
-                manifest=digest,
-                bytes=layout.total_bytes,
-                deltas=[],
-            )
-            parts = [self.parts[d] for d in manifest.parts]
-            return manifests.assemble(ref, run, manifest, layout, parts)
-        parts_apart = self._apart()
-        ref_open = OpenRef(
-            version=layout.version,
-            step=layout.step,
-            layout=self.layout_digest,
-            parts=list(parts_apart),
-            deltas=[],
-        )
-        return manifests.assemble_open(ref_open, run, layout, list(parts_apart.values()))
-
-    def _apart(self) -> dict[str, Part]:
-        """Return parts that name each shard once: a version may close with other parts."""
-        taken: set[int] = set()
-        apart: dict[str, Part] = {}
-        for digest, part in self.parts.items():
-            if taken.isdisjoint(part.shards):
-                apart[digest] = part
-                taken.update(part.shards)
-        return apart
-
-
-def layout_of(digest: str, document: Document) -> str:
-    """Return the digest of the layout that a document belongs to."""
-    return digest if isinstance(document, Layout) else document.layout
-
-
 class Uploads:
     """All uploads to one run. Used on the event loop.
+
+    Attributes:
+        run: The run.
+        sparing: Keeps collections out where documents are on disk that nothing there names yet.
 
     Args:
         run: The run.
@@ -184,6 +57,10 @@ class Uploads:
         self._most = most
         self._clock = clock
         self._by_layout: dict[str, Upload] = {}
+        self._taking: frozenset[int] = frozenset()
+        self.sparing = Sparing(
+            run.store, lambda: any(u.stored is None for u in self._by_layout.values())
+        )
         self._lock = asyncio.Lock()
         self._recovering = asyncio.Lock()
         self._recovered = False
@@ -218,43 +95,57 @@ class Uploads:
                 data = store.read_blob(digest)
                 if data is not None:
                     found.append((digest, data))
+        known = {digest for digest, _data in found}
+        for digest in on_their_way(store, [d for d in store.blobs() if d not in known]):
+            data = store.read_document(digest)
+            if data is not None:
+                found.append((digest, data))
         return found
 
     async def register(self, digest: str, document: Document) -> None:
         """Take in a document whose bytes are in ``blobs/``; make room for its version.
 
+        A cancellation is delivered once it is registered or refused: a document that is on disk and
+        half known would be present, and yet its shards would be refused.
+
         Raises:
             TooManyUploadsError: If too many versions are on their way.
             TrustError: If it does not belong to the documents that came before.
             StateError: If the version number is taken by other content.
+            BusyError: If a head of that version is being taken.
             DiskFullError: If there is no room.
         """
         async with self._lock:
-            key = layout_of(digest, document)
-            upload = self._by_layout.get(key)
-            if upload is None:
-                if len(self._by_layout) >= self._most:
-                    raise TooManyUploadsError(
-                        f"{self._most} versions of run {self.run.name!r} are being uploaded already"
-                    )
-                upload = self._by_layout[key] = Upload(key, self._clock())
-                self.run.uploads = len(self._by_layout)
-            upload.touched = self._clock()
-            known = self.knows(digest)
-            upload.take(digest, document)
-            try:
-                await self._grow(upload)
-            except ShardcastError:
-                if not known:  # else whatever comes after it would be refused for it
-                    upload.forget(digest, document)
-                if upload.stored is None:
-                    self._drop(key)
-                raise
+            await to_its_end(self._register(digest, document))
+
+    async def _register(self, digest: str, document: Document) -> None:
+        key = layout_of(digest, document)
+        upload = self._by_layout.get(key)
+        if upload is None:
+            if len(self._by_layout) >= self._most:
+                raise TooManyUploadsError(
+                    f"{self._most} versions of run {self.run.name!r} are being uploaded already"
+                )
+            upload = self._by_layout[key] = Upload(key, self._clock())
+        upload.touched = self._clock()
+        known, manifest = self.knows(digest), upload.manifest
+        upload.take(digest, document)
+        try:
+            self._require_free(upload, known=known)
+            await self._grow(upload)
+        except Exception:
+            if not known:  # else whatever comes after it would be refused for it
+                upload.forget(digest, document)
+                upload.manifest = manifest
+            if upload.stored is None:
+                self._drop(key)
+            raise
 
     async def _grow(self, upload: Upload) -> None:
         version = upload.version(self.run.name)
         if version is None:
             return
+        self._require_as_announced(upload, version)
         for key, rival in list(self._by_layout.items()):
             same = rival.layout is not None and rival.layout.version == version.number
             if same and rival is not upload:  # its files make way for ours
@@ -271,6 +162,57 @@ class Uploads:
                 upload.index.setdefault(digest, shard)
         if version.complete and upload.copying is None:
             upload.copying = asyncio.create_task(self._copy(upload))
+
+    def _require_free(self, upload: Upload, *, known: bool) -> None:
+        """Check that a document may change what is here of a version.
+
+        Raises:
+            StateError: If its number was announced with another layout.
+            BusyError: If a head of that version is being taken, and this is news.
+        """
+        if upload.layout is None:
+            return
+        number = upload.layout.version
+        seen = {} if self.run.trust is None else self.run.trust.layouts
+        if seen.get(number, upload.layout_digest) != upload.layout_digest:
+            raise StateError(
+                f"version {number} of run {self.run.name!r} was announced with layout "
+                f"{seen[number]}, not {upload.layout_digest}: publish under a higher number"
+            )
+        if number in self._taking and not known:
+            raise BusyError(f"a head with version {number} is being taken")
+
+    def _require_as_announced(self, upload: Upload, version: Version) -> None:
+        """Check that shards which the head lists of an open version stay what they are.
+
+        Raises:
+            StateError: If other documents say otherwise.
+        """
+        opened = None if self.run.head is None else self.run.head.head.open
+        if opened is None or opened.layout != upload.layout_digest:
+            return
+        for digest in opened.parts:
+            part = upload.parts.get(digest)
+            if part is None:
+                continue
+            for shard, announced in zip(part.shards, part.shard_digests, strict=True):
+                if version.digests[shard] != announced:
+                    raise StateError(
+                        f"shard {shard} of version {version.number} of run {self.run.name!r} was "
+                        f"announced as {announced}, not {version.digests[shard]}"
+                    )
+
+    @contextlib.asynccontextmanager
+    async def taking(self, head: Head) -> AsyncIterator[None]:
+        """Let nothing change what is here of a head's versions while it is looked at and taken."""
+        numbers = {ref.version for ref in head.versions}
+        self._taking = frozenset(numbers | ({head.open.version} if head.open else set()))
+        try:
+            async with self._lock:
+                pass  # what is being registered was begun before
+            yield
+        finally:
+            self._taking = frozenset()
 
     async def _copy(self, upload: Upload) -> None:
         stored = upload.stored
@@ -369,13 +311,15 @@ class Uploads:
         if stored is None or stored.version.manifest != ref.manifest:
             return [ref.manifest]
         await self._settle(stored)
-        return _missing(stored)
+        documents = await in_thread(partial(self._not_shelved, stored.version.documents))
+        return documents + _missing(stored)
 
     async def _lacking_open(self, ref: OpenRef) -> list[str]:
         upload = self._by_layout.get(ref.layout)
-        if upload is None or upload.stored is None:
+        if upload is None or upload.stored is None or not upload.stored.alive:
             return [ref.layout]
         absent = [digest for digest in ref.parts if digest not in upload.parts]
+        absent += await in_thread(partial(self._not_shelved, (ref.layout, *ref.parts)))
         await self._settle(upload.stored)
         here = upload.stored.present()
         for part in (upload.parts[digest] for digest in ref.parts if digest in upload.parts):
@@ -393,12 +337,13 @@ class Uploads:
             if part is None:
                 absent.append(digest)
                 continue
-            absent += await in_thread(partial(self._not_shelved, part))
+            names = (digest, *(blob.digest for blob in part.blobs))
+            absent += await in_thread(partial(self._not_shelved, names))
         return absent
 
-    def _not_shelved(self, part: DeltaPart) -> list[str]:
-        """Return the blobs of a delta part that are not here. Blocking."""
-        return [blob.digest for blob in part.blobs if not self.run.shelf.holds(blob.digest)]
+    def _not_shelved(self, digests: Iterable[str]) -> list[str]:
+        """Return the documents and delta blobs that are not on disk, whatever was sent. Blocking."""
+        return [digest for digest in digests if not self.run.shelf.holds(digest)]
 
     async def _settle(self, stored: StoredVersion) -> None:
         """Wait for copies that are under way, then copy what can still be copied."""
@@ -416,17 +361,26 @@ class Uploads:
         for key, upload in list(self._by_layout.items()):
             number = upload.layout.version if upload.layout is not None else None
             if number is None:  # deltas of a version that was announced before
-                over = not upload.parts and deltas.issuperset(upload.delta_parts)
+                late = bool(upload.delta_parts) and not upload.parts and upload.manifest is None
+                over = late and deltas.issuperset(upload.delta_parts)
             else:
                 over = number in named or number <= newest
             if over:
                 self._drop(key)
 
     async def expire(self, timeout_s: float) -> None:
-        """Forget uploads that nobody continued, and remove what they left in staging."""
+        """Forget uploads that nobody continued, and remove what they left in staging.
+
+        Also those that a head has announced without anyone noting it: another publisher's, or one
+        whose sender went away. What is announced as open stays as long as it is.
+        """
+        head = None if self.run.head is None else self.run.head.head
+        if head is not None:
+            self.announced(head)
+        opened = None if head is None or head.open is None else head.open.layout
         now = self._clock()
         for key, upload in list(self._by_layout.items()):
-            if now - upload.touched <= timeout_s:
+            if now - upload.touched <= timeout_s or key == opened:
                 continue
             self._drop(key)
             stored = upload.stored
@@ -440,10 +394,11 @@ class Uploads:
         upload = self._by_layout.pop(key, None)
         for task in () if upload is None else upload.tasks():
             task.cancel()
-        self.run.uploads = len(self._by_layout)
+        self.sparing.look_again()
 
     async def close(self) -> None:
         """Stop copying."""
+        self.sparing.close()
         tasks = [task for upload in self._by_layout.values() for task in upload.tasks()]
         for task in tasks:
             task.cancel()

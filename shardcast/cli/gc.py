@@ -24,7 +24,8 @@ def gc(
 ) -> None:
     """Remove from a store what no head reaches: old versions, documents, leftovers of crashes.
 
-    A version that someone reads stays. Runs that are being published wait or are refused.
+    A version that someone reads stays, and so does what is being uploaded. A run that is being
+    published into this store is refused.
     """
     opened = open_store(store)
     freed = 0
@@ -58,10 +59,13 @@ def _show(out: Output, name: str, collected: Collected, *, dry_run: bool) -> Non
         busy=list(collected.busy),
         blobs=collected.blobs,
         bytes=collected.bytes,
+        uploading=collected.uploading,
         dry_run=dry_run,
     )
     numbers = ", ".join(map(str, collected.versions)) or "none"
     text = f"{name}: versions {numbers}; {count(collected.blobs, 'document')}"
     if collected.busy:
         text += f"; kept, because someone reads them: {', '.join(map(str, collected.busy))}"
+    if collected.uploading:
+        text += "; documents were left alone, because some are being uploaded: run gc again later"
     out.result(f"{text}; {size(collected.bytes)}")

@@ -112,6 +112,53 @@ class FileLock:
         self.release()
 
 
+class DirectoryLock:
+    """A lock on a directory: shared by those who need what lies in it, exclusive for who removes it.
+
+    Args:
+        directory: It must be there.
+        exclusive: Whether nobody else may hold it.
+        what: What it guards, for messages.
+    """
+
+    def __init__(self, directory: Path, *, exclusive: bool, what: str) -> None:
+        self._directory = directory
+        self._exclusive = exclusive
+        self._what = what
+        self._fd: int | None = None
+
+    @property
+    def held(self) -> bool:
+        """Whether this object holds the lock."""
+        return self._fd is not None
+
+    def acquire(self, *, wait_s: float = 0.0) -> None:
+        """Take the lock, waiting at most ``wait_s`` seconds.
+
+        Raises:
+            BusyError: If others hold it for longer.
+            DiskError: If the directory cannot be opened.
+        """
+        with disk_errors(self._directory, "locking"):
+            fd = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        deadline = time.monotonic() + wait_s
+        try:
+            while not try_lock(fd, exclusive=self._exclusive):
+                if time.monotonic() >= deadline:
+                    raise BusyError(f"{self._what} at the moment", source=str(self._directory))
+                time.sleep(_POLL_SECONDS)
+        except BaseException:
+            os.close(fd)
+            raise
+        self._fd = fd
+
+    def release(self) -> None:
+        """Give the lock back; harmless if it is not held."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
 def try_lock(fd: int, *, exclusive: bool) -> bool:
     """Take a flock without waiting; False if another open description holds a conflicting one."""
     try:

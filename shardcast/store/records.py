@@ -124,6 +124,22 @@ class RunRecords:
             return None
         return data
 
+    def read_document(self, digest: str) -> bytes | None:
+        """Return a blob's verified bytes if it may be a document; None if it is not here, or none.
+
+        Delta blobs may be longer than any document, and are left alone.
+        """
+        path = self.blob_path(digest)
+        with disk_errors(path, "reading"):
+            try:
+                with open(path, "rb") as file:
+                    first, size = file.read(1), os.fstat(file.fileno()).st_size
+            except FileNotFoundError:
+                return None
+        if size > MAX_DOCUMENT_BYTES or first not in (b"{", b" ", b"\t", b"\r", b"\n"):
+            return None
+        return self.read_blob(digest)
+
     def write_blob(self, digest: str, data: bytes) -> None:
         """Keep a document or delta blob.
 

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from typing import Final
 
-from shardcast.errors import ShardcastError
+import msgspec
+
+from shardcast.errors import BusyError, ShardcastError
 from shardcast.protocol import envelope, head, manifest
+from shardcast.store.locks import DirectoryLock
 from shardcast.store.run import RunStore
+
+UPLOAD_WAIT_S: Final = 1.0
+"""An uploaded document is named by nothing for moments only, but for what comes before its layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,14 +109,78 @@ def _delta_blobs(run: RunStore, parts: Iterable[str]) -> set[str]:
     return named
 
 
+class _Blob(msgspec.Struct):
+    digest: str
+
+
+class _Member(msgspec.Struct):
+    """What any document says of the version that it belongs to; a layout says nothing."""
+
+    layout: str = ""
+    blobs: list[_Blob] = []
+
+
+def on_their_way(
+    run: RunStore, digests: Iterable[str], *, without: Collection[int] = ()
+) -> set[str]:
+    """Return which of the blobs belong to staged versions that are newer than any in the head.
+
+    Their documents come one by one, and the last of them names the others. Versions ``without``
+    are taken as gone from the disk.
+    """
+    newest = _newest(run)
+    numbers = [n for n in run.staged() if n > newest and n not in without]
+    stored = [found for n in numbers if (found := run.stored(n)) is not None]
+    layouts = {found.version.layout_digest for found in stored}
+    if not layouts:
+        return set()
+    documents, blobs = set[str](), set[str]()
+    looked = set(digests)
+    for digest in looked:
+        data = run.read_document(digest)
+        if data is None:
+            continue
+        try:
+            member = msgspec.json.decode(data, type=_Member)
+        except (msgspec.MsgspecError, UnicodeError, RecursionError):
+            continue  # a delta blob
+        if digest in layouts or member.layout in layouts:
+            documents.add(digest)
+            blobs.update(blob.digest for blob in member.blobs)
+    return documents | (looked & blobs)
+
+
+def _newest(run: RunStore) -> int:
+    data = run.read_head()
+    if data is None:
+        return 0
+    current = head.decode_head(envelope.open_unverified(data)[1])
+    return max((ref.version for ref in current.versions), default=0)
+
+
+def unnamed_lock(run: RunStore, *, exclusive: bool) -> DirectoryLock:
+    """Return the lock on ``blobs/``, not yet taken; the directory must be there.
+
+    Who writes a document that nothing on disk names yet shares it until something does;
+    ``collect`` removes documents while nobody has it.
+    """
+    what = f"documents of run {run.run!r} are being {'uploaded' if exclusive else 'removed'}"
+    return DirectoryLock(run.root / "blobs", exclusive=exclusive, what=what)
+
+
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What a collection removed (or would remove): versions, blobs, bytes; and what was busy."""
+    """What a collection removed (or would remove): versions, blobs, bytes; and what was busy.
+
+    Attributes:
+        uploading: Whether documents stay because some that nothing names yet are being uploaded.
+    """
 
     versions: tuple[int, ...]
     blobs: int
     bytes: int
     busy: tuple[int, ...]
+    uploading: bool = False
 
 
 def collect(
@@ -122,8 +193,8 @@ def collect(
 ) -> Collected:
     """Evict versions, then remove documents and delta blobs that nothing names any more.
 
-    Call it while holding the lock that keeps publishers out: documents of a version that is
-    being published are not named by anything yet.
+    Call it while holding the lock that keeps local publishers out: documents of a version that is
+    being published are not named by anything yet. Those that are being uploaded stay.
 
     Args:
         run: The run.
@@ -137,8 +208,6 @@ def collect(
         ShardcastError: If the head cannot be read; nothing is removed then.
     """
     referenced_documents(run)  # raises before anything is removed
-    # Listed before it is asked what is named: what comes later, with its head, is not looked at.
-    here = run.blobs()
     gone: list[int] = []
     busy: list[int] = []
     freed = 0
@@ -150,20 +219,42 @@ def collect(
             freed += size
         else:
             busy.append(number)
-    named = referenced_documents(run, without=gone)
-    blobs = [digest for digest in here if digest not in named and digest not in keep]
-    for digest in blobs:
-        try:
-            freed += run.blob_path(digest).stat().st_size
-        except OSError:
-            continue
-        if not dry_run:
-            run.remove_blob(digest)
+    blobs, size, uploading = _remove_unnamed(run, gone, keep, dry_run=dry_run)
     if not dry_run:
         if spare_within is None:
             run.spares.drop()
         run.clean_leftovers()
-    return Collected(tuple(gone), len(blobs), freed, tuple(busy))
+    return Collected(tuple(gone), blobs, freed + size, tuple(busy), uploading)
+
+
+def _remove_unnamed(
+    run: RunStore, gone: Collection[int], keep: Collection[str], *, dry_run: bool
+) -> tuple[int, int, bool]:
+    """Remove blobs that nothing names; return how many, their bytes, whether uploads prevent it."""
+    if not run.blobs():
+        return 0, 0, False
+    lock = unnamed_lock(run, exclusive=True)
+    try:
+        if not dry_run:
+            lock.acquire(wait_s=UPLOAD_WAIT_S)
+        # Listed before it is asked what is named: what comes later, with its head, is not looked at.
+        here = run.blobs()
+        named = referenced_documents(run, without=gone).union(keep)
+        unnamed = [digest for digest in here if digest not in named]
+        spared = on_their_way(run, unnamed, without=gone)
+        blobs, size = [digest for digest in unnamed if digest not in spared], 0
+        for digest in blobs:
+            try:
+                size += run.blob_path(digest).stat().st_size
+            except OSError:
+                continue
+            if not dry_run:
+                run.remove_blob(digest)
+    except BusyError:
+        return 0, 0, True
+    finally:
+        lock.release()
+    return len(blobs), size, False
 
 
 def unreachable_versions(run: RunStore) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ from relay.admission import client_named, client_of, forwarded_client, is_in
 from relay.catalog import Kind, parse_document
 from relay.config import split_listen
 from relay.handlers import find_route
-from relay.uploads import decode_any
+from relay.upload import decode_any
 from shardcast.asyncget import HttpSession
 from shardcast.cli.settings import Known, read_config
 from shardcast.cli.status import lines

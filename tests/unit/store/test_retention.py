@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from shardcast.errors import ShardcastError
 from shardcast.protocol.envelope import seal
-from shardcast.protocol.head import Head, encode_head
+from shardcast.protocol.head import Head, OpenRef, encode_head
 from shardcast.protocol.succession import Issue, with_version
+from shardcast.store import retention
 from shardcast.store.retention import (
     Held,
     Keep,
@@ -146,3 +147,50 @@ def _head_of(*newest_first: Sample) -> bytes:
         head = with_version(head, issue, each.ref, keep=4)
     assert head is not None
     return seal(encode_head(head), [signer])
+
+
+# --- what is being uploaded -------------------------------------------------------------------
+
+
+def uploaded(run: RunStore, sample: Sample) -> None:
+    """Its documents but the manifest are here; only the layout is described."""
+    layout, *parts = [d for d in sample.version.documents if d != sample.version.manifest]
+    for digest in (layout, *parts):
+        run.write_blob(digest, sample.blobs[digest])
+    described = OpenRef(
+        version=sample.version.number, step=sample.ref.step, layout=layout, parts=[], deltas=[]
+    )
+    version = run.load_open(described)
+    assert version is not None
+    run.stage(version)
+
+
+def test_documents_of_a_version_that_is_on_its_way_stay(run: RunStore, sample: Sample) -> None:
+    sample.fill(run)
+    run.commit(1)
+    run.write_head(_head_of(sample))
+    coming = make_sample(2)
+    uploaded(run, coming)
+    here = set(run.blobs())
+    done = collect(run, ())
+    assert (done.blobs, done.uploading, set(run.blobs())) == (0, False, here)
+    assert collect(run, [2], dry_run=True).blobs == len(coming.version.documents) - 1
+    assert set(run.blobs()) == here
+    run.write_head(_head_of(make_sample(3), sample))  # it was passed by
+    assert collect(run, ()).blobs == len(coming.version.documents) - 2  # its layout is described
+    assert collect(run, [2]).blobs == 1
+
+
+def test_documents_stay_while_somebody_uploads(
+    run: RunStore, sample: Sample, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention, "UPLOAD_WAIT_S", 0.0)
+    sample.fill(run)
+    run.commit(1)
+    uploader = retention.unnamed_lock(run, exclusive=False)
+    uploader.acquire()
+    done = collect(run, [1])
+    assert (done.versions, done.blobs, done.uploading) == ((1,), 0, True)
+    assert set(run.blobs()) == set(sample.blobs) & set(sample.version.documents)
+    uploader.release()
+    assert collect(run, ()).blobs == len(sample.version.documents)
