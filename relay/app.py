@@ -29,7 +29,8 @@ __all__ = ["Prefetch", "RelayConfig", "serve"]
 log = logging.getLogger("relay.app")
 
 _IO_THREADS = 16
-"""For what may wait for a disk: hashing before the first serving, documents, uploads."""
+"""For what may wait for a disk: heads, documents, uploads, copies. Readers have threads of their own
+(``relay.node``)."""
 
 
 async def serve(
@@ -82,6 +83,7 @@ def _close(node: Node) -> None:
     if node.sources is not None:
         node.sources.close()
     node.fills.close()
+    node.reading.shutdown(wait=True, cancel_futures=True)
     if node.rebuilding is not None:
         node.rebuilding.close()
 

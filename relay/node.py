@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Final, Protocol
 
@@ -37,6 +38,11 @@ log = logging.getLogger("relay.node")
 CLAIM_WAIT_S: Final = 3.0
 """How long a request waits for somebody who reads or writes its shard on this disk: the shard may
 be here in a moment, and until then it cannot be fetched."""
+
+
+READING_THREADS: Final = 8
+"""Readers of cold shards wait for the disk in these, however many they are: enough for any disk to
+be busy. Nothing that brings a new head here waits behind them."""
 
 
 class Feed(Protocol):
@@ -111,6 +117,7 @@ class Node:
         rebuilding: Rebuilds shards from deltas; None: they are fetched.
         sending: Blobs that are being sent at the moment.
         keeper: Whether this process may change the store.
+        reading: Threads that wait for the disk on behalf of readers; heads and documents have others.
     """
 
     def __init__(
@@ -146,6 +153,7 @@ class Node:
             threads=min(config.limits.fill_threads, self.budget.fills),
             most=config.limits.max_fills,
         )
+        self.reading = ThreadPoolExecutor(READING_THREADS, thread_name_prefix="relay-read")
         self.keeper = Keeper(store, needed=config.writes, clock=clock)
         self.runs: dict[str, RelayRun] = {}
         self.draining = False
@@ -278,15 +286,17 @@ class Node:
         # Its fill may have ended while a thread looked: without this look it would be fetched again.
         return opened or run.open_now(known)
 
-    @staticmethod
-    async def _look(run: RelayRun, known: Known) -> Opened | None:
+    async def _look(self, run: RelayRun, known: Known) -> Opened | None:
         """Open a blob that may have to be hashed. Nothing stays open after a cancellation."""
+        if run.surely_absent(known):
+            return None  # what is new does not wait behind who reads what is cold
 
         def close(opened: Opened | None) -> None:
             if opened is not None:
                 opened.close()
 
-        return await in_thread_or(partial(run.open, known), close)
+        reading = None if isinstance(known, DocumentBlob) else self.reading
+        return await in_thread_or(partial(run.open, known), close, reading)
 
     async def _ready_to_fill(self, run: RelayRun, known: Known) -> bool:
         """Wait until a fill can be started that is kept; return whether there was a wait.

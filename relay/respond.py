@@ -14,6 +14,7 @@ import json
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -172,6 +173,7 @@ async def send_file(
     count: int,
     pace: Stream | None,
     counted: Callable[[int], None],
+    reading: Executor | None = None,
 ) -> None:
     """Send ``count`` bytes of a file to the client.
 
@@ -184,6 +186,7 @@ async def send_file(
         count: How many.
         pace: Holds it back; None: nothing does.
         counted: Told how many bytes have just been given to the client's connection.
+        reading: Whose threads wait for the disk; None: the loop's own.
 
     Raises:
         ConnectionError: If the client is gone.
@@ -196,7 +199,7 @@ async def send_file(
             await pace.take(size)
         begun = loop.time()
         if not in_page_cache(fd, offset, size):
-            await loop.run_in_executor(None, read_ahead, fd, offset, size)
+            await loop.run_in_executor(reading, read_ahead, fd, offset, size)
         transport = request.transport
         if transport is None or transport.is_closing():
             raise ConnectionResetError("client is gone")

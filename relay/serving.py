@@ -109,7 +109,8 @@ class BlobServer:
         try:
             with self._lane.sending(request, count):
                 counted = self._node.metrics.sent.labels(source=source).inc
-                await respond.send_file(request, fd, offset, count, pace, counted)
+                reading = self._node.reading
+                await respond.send_file(request, fd, offset, count, pace, counted, reading)
         except AbortedResponseError:
             self._abort(request, response)
             raise

@@ -1,4 +1,4 @@
-"""Readers that leave while their shard is hashed: nothing of theirs stays."""
+"""Readers of what is cold on the disk: nothing stays of those that leave, and many hold up no head."""
 
 import asyncio
 import os
@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from relay.node import Node
+from relay import respond
+from relay.node import READING_THREADS, Node
 from relay.origin import OriginFeed
 from relay.receiving import FileReceiver
 from shardcast.protocol.digest import digest_of
@@ -22,6 +23,7 @@ from tests.contract.relays import config, path_of, running, status_of, wait_head
 from tests.contract.scripted import ScriptedParent
 from tests.contract.test_publishing import TOKEN, Origin, settings
 from tests.contract.wire_client import PATIENCE_S, Wire, eventually
+from tests.faults.trees import has_all
 
 VERSION = make_version(1, {"model": noise(4 * SHARD)})
 
@@ -106,6 +108,52 @@ async def test_readers_that_leave_while_their_shards_are_hashed_leave_nothing(
             await eventually(lambda: evicted(store), what="leases")
 
 
+@pytest.mark.parametrize("wait", ["hashed", "read"])
+async def test_a_crowd_of_cold_readers_holds_up_no_new_version(
+    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch, wait: str
+) -> None:
+    """The disk stands still for whoever reads what is cold; what is new comes all the same."""
+    parent, store, newer = ScriptedParent(), tmp_path / "r", make_version(2)
+    parent.serve(make_head(VERSION), VERSION)
+    reading: list[int] = []
+
+    def read_ahead(fd: int, offset: int, count: int) -> None:
+        reading.append(offset)
+        assert disk.go.wait(PATIENCE_S)
+
+    disk.go.set()
+    async with parent.running():
+        async with running(config(store, parent.url)) as url:
+            await wait_ready(url)
+        async with running(config(store, parent.url)) as url, AsyncExitStack() as readers:
+            await wait_head(url)
+            if wait == "read":
+                assert await has_all(url, VERSION)  # hashed
+                monkeypatch.setattr(respond, "in_page_cache", lambda *_: False)
+                monkeypatch.setattr(respond, "read_ahead", read_ahead)
+            disk.go.clear()
+            disk.hashing.clear()
+            for number in range(40):
+                wire = await readers.enter_async_context(Wire(url))
+                await wire.ask(path_of(VERSION.shards[number % len(VERSION.shards)]))
+            crowd = reading if wait == "read" else disk.hashing
+
+            async def all_came() -> bool:
+                return bool(
+                    (await status_of(url))["requests"] == 41 and len(crowd) >= READING_THREADS
+                )
+
+            await eventually(all_came)
+            parent.serve(make_head(VERSION, newer), VERSION, newer)
+
+            async def whole() -> bool:
+                return bool((await status_of(url))["runs"][RUN]["complete"] == 2)
+
+            await eventually(whole, what="the new version")
+            assert not disk.go.is_set()
+            disk.go.set()
+
+
 @pytest_asyncio.fixture
 async def node(tmp_path: Path) -> AsyncIterator[Node]:
     await asyncio.to_thread(publish, tmp_path / "s", tmp_path / "c", VERSION.files)
@@ -115,6 +163,7 @@ async def node(tmp_path: Path) -> AsyncIterator[Node]:
     yield made
     await made.close()
     made.fills.close()
+    made.reading.shutdown()
     store.close()
 
 
