@@ -15,7 +15,7 @@ from shardcast.protocol.documents import decode
 from shardcast.protocol.limits import MAX_DOCUMENT_BYTES
 from shardcast.store.files import disk_errors, names_in
 from shardcast.store.records import StoredState
-from trainer_adapter.checkpoint import load_documents, read_document
+from trainer_adapter.documents import load_documents, read_document
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,14 +19,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import math
 import mmap
 import os
-import re
-import stat
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -34,23 +30,25 @@ from blake3 import blake3
 
 from shardcast.codec.spans import Tensor, header_bytes, read_tensors
 from shardcast.errors import (
-    BusyError,
     IntegrityError,
     MalformedError,
-    MixAndMatchError,
     NonFiniteError,
     NotFoundError,
     ShardcastError,
 )
 from shardcast.finite import FORMATS, Place, refuse_places
-from shardcast.protocol.digest import digest_of
-from shardcast.protocol.head import VersionRef
-from shardcast.protocol.layout import decode_layout, decode_part
-from shardcast.protocol.limits import MAX_DOCUMENT_BYTES, MIB
-from shardcast.protocol.manifest import Version, assemble, decode_manifest
+from shardcast.protocol.limits import MIB
 from shardcast.sharing import Stopping, share_out
 from shardcast.store.files import disk_errors, read_into
-from shardcast.store.locks import try_lock
+from trainer_adapter.documents import (
+    MAX_JSON_BYTES,
+    READING,
+    json_object,
+    load_documents,
+    refuse_pipes,
+)
+from trainer_adapter.leases import leased
+from trainer_adapter.specs import DTYPES, NAMES, Spec, layer_order
 
 if TYPE_CHECKING:
     import torch
@@ -58,53 +56,12 @@ if TYPE_CHECKING:
 INDEX: Final = "model.safetensors.index.json"
 CONFIG: Final = "config.json"
 _SMALL: Final = (CONFIG, INDEX, "adapter_config.json")
-MAX_JSON_BYTES: Final = 64 * MIB
-"""An index of a model with 100,000 tensors has about 10 MB."""
-
 _POPULATE_READ: Final = 22
 """MADV_POPULATE_READ of Linux 5.14; Python 3.11 has no name for it."""
 _POPULATE_BYTES: Final = 64 * MIB
 _CHUNK_BYTES: Final = MIB
-_READING: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-"""A pipe in a file's place is opened without waiting for a writer, and refused."""
-_NUMBERS: Final = re.compile(r"(\d+)")
-
-DTYPES: Final[Mapping[str, tuple[str, int]]] = {
-    "BF16": ("bfloat16", 2),
-    "F16": ("float16", 2),
-    "F32": ("float32", 4),
-    "F64": ("float64", 8),
-    "F8_E4M3": ("float8_e4m3fn", 1),
-    "F8_E5M2": ("float8_e5m2", 1),
-    "F8_E8M0": ("float8_e8m0fnu", 1),
-    "I8": ("int8", 1),
-    "I16": ("int16", 2),
-    "I32": ("int32", 4),
-    "I64": ("int64", 8),
-    "U8": ("uint8", 1),
-    "U16": ("uint16", 2),
-    "U32": ("uint32", 4),
-    "U64": ("uint64", 8),
-    "BOOL": ("bool", 1),
-    "C64": ("complex64", 8),
-}
-"""By safetensors' name: torch's name, bytes of an element."""
-_NAMES: Final = {torch_name: name for name, (torch_name, _) in DTYPES.items()}
-
 Progress = Callable[[int], None]
 """Called with the bytes hashed since the last call, from any thread."""
-
-
-@dataclass(frozen=True, slots=True)
-class Spec:
-    """A tensor as its header describes it; ``dtype`` is torch's name."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    file: str
-    offset: int
-    length: int
 
 
 Identity = tuple[int, int, int, int]
@@ -173,7 +130,7 @@ class Checkpoint:
         self.specs: dict[str, Spec] = {}
         self._files: dict[str, _File] = {}
         self._named = True
-        self._lease = _leased(self.directory)
+        self._lease = leased(self.directory)
         try:
             self.version = load_documents(self.directory, run=run, version=version, digest=digest)
             self._sizes = {entry.path: entry.bytes for entry in self.version.layout.files}
@@ -305,7 +262,7 @@ class Checkpoint:
             Place(
                 spec.file,
                 self.directory / spec.file,
-                Tensor(spec.name, _NAMES[spec.dtype], spec.shape, 0, spec.offset, spec.length),
+                Tensor(spec.name, NAMES[spec.dtype], spec.shape, 0, spec.offset, spec.length),
                 self._files[spec.file].fd,
             )
             for spec in self.specs.values()
@@ -319,7 +276,7 @@ class Checkpoint:
     @property
     def floats(self) -> int:
         """How many bytes ``nonfinite`` looks at, if all numbers are finite."""
-        return sum(spec.length for spec in self.specs.values() if _NAMES[spec.dtype] in FORMATS)
+        return sum(spec.length for spec in self.specs.values() if NAMES[spec.dtype] in FORMATS)
 
     def _hash(
         self, paths: list[str], progress: Progress, threads: int, stopping: Callable[[], bool]
@@ -380,7 +337,7 @@ class Checkpoint:
     def _open(self, path: str) -> _File:
         where = self.directory / path
         try:
-            fd = os.open(where, _READING | os.O_NOFOLLOW)
+            fd = os.open(where, READING | os.O_NOFOLLOW)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise NotFoundError(
                 f"version {self.version.number} lacks the file {path}", source=str(where)
@@ -388,7 +345,7 @@ class Checkpoint:
         except OSError as error:
             with disk_errors(where, "opening"):
                 raise error
-        _refuse_pipes(fd, where)
+        refuse_pipes(fd, where)
         file = _File(path, fd)
         try:
             self._check_size(file)
@@ -419,21 +376,7 @@ class Checkpoint:
             return None
         with disk_errors(self.directory / path, "reading"):
             data = os.pread(file.fd, min(file.identity[2], MAX_JSON_BYTES + 1), 0)
-        return _json_object(data, self.directory / path)
-
-    @staticmethod
-    def read_json(path: Path) -> dict[str, Any] | None:
-        """Return a small JSON file that nobody has verified; None if it is not there.
-
-        Raises:
-            MalformedError: If it is no JSON object.
-            DiskError: If the system refuses.
-        """
-        with disk_errors(path, "reading"):
-            try:
-                return _json_object(read_document(path, MAX_JSON_BYTES + 1), path)
-            except FileNotFoundError:
-                return None
+        return json_object(data, self.directory / path)
 
     def _weight_files(self) -> list[str]:
         """Return the files that hold the model: those of the index, else all safetensors on top."""
@@ -468,7 +411,7 @@ class Checkpoint:
                         source=str(self.directory),
                     )
                 specs[tensor.name] = self._spec(path, tensor)
-        return {name: specs[name] for name in sorted(specs, key=_layer_order)}
+        return {name: specs[name] for name in sorted(specs, key=layer_order)}
 
     def _tensors_of(self, path: str) -> list[Tensor]:
         file = self._files[path]
@@ -583,118 +526,6 @@ class Checkpoint:
         self.close()
 
 
-def load_documents(directory: Path, *, run: str, version: int, digest: str) -> Version:
-    """Return what the documents of a version say, all of them named by ``digest`` in the end.
-
-    Args:
-        directory: The version's directory, committed or staged, in an ``OUT`` or a store's run.
-        run: Its run.
-        version: Its number.
-        digest: Its manifest's digest.
-
-    Raises:
-        NotFoundError: If a document is not there.
-        IntegrityError: If one is not what its digest says.
-        MixAndMatchError, MalformedError: If they are of another version, or malformed.
-        DiskError: If the system refuses.
-    """
-    blobs = _blobs_beside(directory)
-    manifest = decode_manifest(_document(blobs, digest, "manifest"))
-    layout = decode_layout(_document(blobs, manifest.layout, "layout"))
-    if (layout.run, layout.version) != (run, version):
-        raise MixAndMatchError(
-            f"manifest {digest} is of version {layout.version} of run {layout.run!r}, not of "
-            f"version {version} of run {run!r}",
-            source=str(directory),
-        )
-    ref = VersionRef(
-        version=version, step=layout.step, manifest=digest, bytes=layout.total_bytes, deltas=[]
-    )
-    parts = [decode_part(_document(blobs, part, "part")) for part in manifest.parts]
-    return assemble(ref, run, manifest, layout, parts)
-
-
-def _blobs_beside(directory: Path) -> Path:
-    """Return ``blobs/`` of the run that ``versions/N`` or ``state/staging/N`` lies in."""
-    for above in directory.parents[1:3]:
-        if (above / "blobs").is_dir():
-            return above / "blobs"
-    raise NotFoundError(
-        "the documents of this version are not there: it must lie where `shardcast follow` or "
-        "`pull` put it (OUT/versions/N, beside OUT/blobs)",
-        source=str(directory),
-    )
-
-
-def _document(blobs: Path, digest: str, what: str) -> bytes:
-    path = blobs / f"{digest}.bin"
-    with disk_errors(path, "reading"):
-        try:
-            data = read_document(path, MAX_DOCUMENT_BYTES + 1)
-        except FileNotFoundError as error:
-            raise NotFoundError(f"the {what} {digest} is not there", source=str(path)) from error
-    if digest_of(data) != digest:
-        raise IntegrityError(f"the {what} {digest} is damaged", source=str(path))
-    return data
-
-
-def read_document(path: Path, most: int) -> bytes:
-    """Return a file's bytes, ``most`` of them at most; never waits for a writer.
-
-    Raises:
-        OSError: If the system refuses.
-        IntegrityError: If it is a pipe or a device.
-    """
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | _READING)) as file:
-        _refuse_pipes(file.fileno(), path, close=False)
-        return file.read(most)
-
-
-def _refuse_pipes(fd: int, path: Path, *, close: bool = True) -> None:
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        if close:
-            os.close(fd)
-        raise IntegrityError(f"{path.name} is no regular file", source=str(path))
-
-
-def _json_object(data: bytes, path: Path) -> dict[str, Any]:
-    if len(data) > MAX_JSON_BYTES:
-        raise MalformedError(f"{path.name} is longer than {MAX_JSON_BYTES} bytes", source=str(path))
-    try:
-        found = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise MalformedError(f"{path.name} is no JSON", source=str(path)) from error
-    if not isinstance(found, dict):
-        raise MalformedError(f"{path.name} is no JSON object", source=str(path))
-    return found
-
-
-def _leased(directory: Path) -> int:
-    """Open a directory under a shared lock, which eviction respects; return the descriptor."""
-    try:
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise NotFoundError(
-            "there is no such version directory: it was evicted, or never was there",
-            source=str(directory),
-        ) from error
-    except OSError as error:
-        with disk_errors(directory, "opening"):
-            raise error
-    try:
-        here = os.fstat(fd)
-        if not try_lock(fd, exclusive=False):
-            raise BusyError("the version is being evicted", source=str(directory))
-        with contextlib.suppress(OSError):
-            named = os.stat(directory)
-            if (named.st_dev, named.st_ino) == (here.st_dev, here.st_ino):
-                return fd
-        raise NotFoundError("the version was just evicted", source=str(directory))
-    except BaseException:
-        os.close(fd)
-        raise
-
-
 def _make_resident(file: _File, stopping: Callable[[], bool]) -> None:
     """Have the kernel map all pages now, so that loading waits for none.
 
@@ -710,10 +541,3 @@ def _make_resident(file: _File, stopping: Callable[[], bool]) -> None:
             if stopping():
                 raise StoppedError("given up for another version", source=file.path)
             file.mapped().madvise(_POPULATE_READ, start, min(_POPULATE_BYTES, size - start))
-
-
-def _layer_order(name: str) -> tuple[tuple[int, int | str], ...]:
-    """Return a key that keeps what belongs together together, layer 2 before layer 10."""
-    return tuple(
-        (0, int(part)) if part.isdigit() else (1, part) for part in _NUMBERS.split(name) if part
-    )

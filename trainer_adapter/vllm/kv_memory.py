@@ -8,15 +8,13 @@ vLLM hands the memory out zeroed when it starts, and zeroes it never again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
 
 from shardcast.finite import FORMATS, PIECE_BYTES, first_bad
-from trainer_adapter.checkpoint import DTYPES
-
-_NAMES: Final = {torch_name: name for name, (torch_name, _) in DTYPES.items()}
+from trainer_adapter.specs import NAMES
 
 
 class KvMemory:
@@ -58,7 +56,7 @@ class KvMemory:
         last = {_kind(layer): name for name, layer in self._layers.items() if [*_tensors(layer)]}
         for name in last.values():
             for tensor in _tensors(self._layers[name]):
-                form = FORMATS.get(_NAMES.get(str(tensor.dtype).removeprefix("torch."), ""))
+                form = FORMATS.get(NAMES.get(str(tensor.dtype).removeprefix("torch."), ""))
                 if form is None:
                     return None
                 for piece in _pieces(tensor):

@@ -22,7 +22,7 @@ from vllm.model_executor.model_loader.reload.layerwise import SKIP_LOAD_TENSORS
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from trainer_adapter.checkpoint import Spec
+from trainer_adapter.specs import Spec
 from trainer_adapter.vllm.started import MOST_NAMED, listed, refuse
 from trainer_adapter.vllm.tree import Place, Tree
 

@@ -19,7 +19,9 @@ from typing import Any, Final
 
 from shardcast.codec.spans import header_bytes, read_tensors
 from shardcast.errors import EngineRefusedError, ShardcastError
-from trainer_adapter.checkpoint import CONFIG, DTYPES, INDEX, Checkpoint
+from trainer_adapter.checkpoint import CONFIG, INDEX, Checkpoint
+from trainer_adapter.documents import read_json
+from trainer_adapter.specs import DTYPES
 
 IGNORED: Final = frozenset(
     {
@@ -82,7 +84,7 @@ class Started:
         if directory is None:
             return cls(None, None, {})
         try:
-            config = Checkpoint.read_json(directory / CONFIG)
+            config = read_json(directory / CONFIG)
         except ShardcastError:
             config = None
         kept = {name: data for name in KEPT if (data := _bytes(directory / name)) is not None}
@@ -186,7 +188,7 @@ def _difference(new: Mapping[str, Any], old: Mapping[str, Any]) -> str:
 
 def _forms(directory: Path) -> Mapping[str, Form] | None:
     try:
-        index = Checkpoint.read_json(directory / INDEX)
+        index = read_json(directory / INDEX)
         names = None if index is None else {str(name) for name in index["weight_map"].values()}
     except (ShardcastError, KeyError, AttributeError):
         return None

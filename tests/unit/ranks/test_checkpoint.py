@@ -21,7 +21,9 @@ from shardcast.store.run import RunStore
 from tests.models import make_model, write_model
 from tests.unit.ranks.versions import publish
 from trainer_adapter.booting import find_version, version_at
-from trainer_adapter.checkpoint import CONFIG, Checkpoint, StoppedError, _layer_order
+from trainer_adapter.checkpoint import CONFIG, Checkpoint, StoppedError
+from trainer_adapter.documents import read_json
+from trainer_adapter.specs import layer_order
 from trainer_adapter.vllm.ranks import Target
 
 
@@ -54,7 +56,7 @@ def test_a_good_version_is_verified_and_described(tmp_path: Path) -> None:
 
 def test_layers_come_in_their_order() -> None:
     names = ["b.10.w", "b.2.w", "b.2.a", "a.w", "c"]
-    assert sorted(names, key=_layer_order) == ["a.w", "b.2.a", "b.2.w", "b.10.w", "c"]
+    assert sorted(names, key=layer_order) == ["a.w", "b.2.a", "b.2.w", "b.10.w", "c"]
 
 
 def test_a_lease_keeps_the_version_until_it_is_closed(tmp_path: Path) -> None:
@@ -213,7 +215,7 @@ def test_documents_that_are_pipes_are_not_waited_for(tmp_path: Path) -> None:
     for path, read in (
         (tmp_path / "out" / "blobs" / f"{target.digest}.bin", lambda: opened(target)),
         (tmp_path / "out" / "state" / "000001.json", lambda: version_at(Path(target.path))),
-        (Path(target.path) / CONFIG, lambda: Checkpoint.read_json(Path(target.path) / CONFIG)),
+        (Path(target.path) / CONFIG, lambda: read_json(Path(target.path) / CONFIG)),
     ):
         make_pipe(path)
         with pytest.raises(IntegrityError, match="no regular file"):
