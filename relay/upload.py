@@ -95,6 +95,15 @@ class Upload:
                 for blob in document.blobs:
                     self.blobs.pop(blob.digest, None)
 
+    def has(self, digest: str) -> bool:
+        """Say whether a document was taken in."""
+        return (
+            (digest == self.layout_digest and self.layout is not None)
+            or digest in self.parts
+            or digest in self.delta_parts
+            or (self.manifest is not None and self.manifest[0] == digest)
+        )
+
     def tasks(self) -> list[asyncio.Task[None]]:
         """Return what is under way for it."""
         return [task for task in (self.copying, self.rebuilding) if task is not None]

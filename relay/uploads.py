@@ -156,6 +156,10 @@ class Uploads:
         except DiskFullError:
             self.run.short(version.number, version.layout.total_bytes)
             raise
+        named = self.run.catalog.version(version.number)
+        if named is not None and named.layout_digest == version.layout_digest:
+            # It is open, and was lost meanwhile: what comes is served at once.
+            self.run.stored[version.number] = upload.stored
         upload.index = {}
         for shard, digest in enumerate(version.digests):
             if digest is not None:
@@ -265,7 +269,7 @@ class Uploads:
         """Return where an uploaded shard goes."""
         for upload in self._by_layout.values():
             shard = upload.index.get(digest)
-            if shard is not None and upload.stored is not None:
+            if shard is not None and upload.stored is not None and upload.stored.alive:
                 upload.touched = self._clock()
                 return upload.stored, shard
         return None
@@ -279,13 +283,9 @@ class Uploads:
         return None
 
     def knows(self, digest: str) -> bool:
-        """Say whether a document is registered."""
+        """Say whether a document is registered, and its version was not removed since."""
         return any(
-            (digest == u.layout_digest and u.layout is not None)
-            or digest in u.parts
-            or digest in u.delta_parts
-            or (u.manifest is not None and u.manifest[0] == digest)
-            for u in self._by_layout.values()
+            u.has(digest) and (u.stored is None or u.stored.alive) for u in self._by_layout.values()
         )
 
     async def lacking(self, head: Head, previous: Head | None) -> list[str]:

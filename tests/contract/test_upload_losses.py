@@ -89,7 +89,7 @@ async def test_what_was_uploaded_outlives_every_collection(tmp_path: Path, resta
     assert not gc(origin)
     async with running(options) as url:
         origin = Origin(url, options.store, options.publish_token_file)
-        assert await origin.missing(steps) == steps[5:]
+        # It goes on where it was: what it was told that is here, it does not ask for again.
         for digest in steps[5:]:
             assert await origin.put(digest, NEW.blobs[digest]) == 201
         await finish(origin, etag)
@@ -272,6 +272,46 @@ async def test_an_open_version_that_was_given_up_keeps_its_number(tmp_path: Path
         etag = f'"{digest_of(given_up)}"'
         rival = rival_layout()
         assert await origin.put(digest_of(rival), rival) == 409
+        await origin.everything(NEW)
+        for digest in (DELTA_PART, DELTA_BLOB):
+            assert await origin.put(digest, NEW.blobs[digest]) == 201
+        await finish(origin, etag)
+
+
+async def test_a_version_that_was_removed_while_it_was_uploaded_can_be_sent_again(
+    tmp_path: Path,
+) -> None:
+    options = settings(tmp_path)
+    async with running(options) as url:
+        origin = Origin(url, options.store, options.publish_token_file)
+        etag = await opened(origin)
+        again = make_head(OLD, sequence=10**12 + 2, opened=OPENED)
+        assert Store(options.store).run(RUN).evict(2)
+        answer = await origin.head(again, If_Match=etag)
+        assert answer.status == 409
+        assert NEW.layout.encode() in answer.body
+        assert await origin.put(NEW.shards[0], NEW.blobs[NEW.shards[0]]) == 409
+        for digest in (NEW.layout, digest_of(FIRST)):  # here, and registered anew
+            assert await origin.missing([digest]) == []
+        for digest in NEW.shards[:2]:
+            assert await origin.put(digest, NEW.blobs[digest]) == 201
+        assert (await origin.head(again, If_Match=etag)).status == 200
+        for digest in NEW.shards[:2]:
+            assert await status(origin, digest) == 200
+
+
+async def test_an_open_version_that_the_origin_lost_can_be_sent_again(tmp_path: Path) -> None:
+    """Its documents are here, and a head names them: they are registered again all the same."""
+    options = settings(tmp_path)
+    async with running(options) as url:
+        etag = await opened(Origin(url, options.store, options.publish_token_file))
+    assert Store(options.store).run(RUN).evict(2)
+    async with running(options) as url:
+        origin = Origin(url, options.store, options.publish_token_file)
+        assert await origin.missing([NEW.layout, digest_of(FIRST)]) == []
+        for digest in NEW.shards[:2]:
+            assert await origin.put(digest, NEW.blobs[digest]) == 201
+            assert await status(origin, digest) == 200
         await origin.everything(NEW)
         for digest in (DELTA_PART, DELTA_BLOB):
             assert await origin.put(digest, NEW.blobs[digest]) == 201

@@ -6,17 +6,22 @@ import asyncio
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from relay import publishing
+from relay.publishing import Publishing
 from relay.runs import RelayRun
 from relay.upload import decode_any
 from relay.uploads import Uploads
 from relay.whole import to_its_end
 from shardcast.errors import BusyError
 from shardcast.protocol import trust
+from shardcast.protocol.digest import digest_of
 from shardcast.protocol.head import OpenRef
+from shardcast.protocol.manifest import encode_manifest
 from shardcast.store.retention import unnamed_lock
 from shardcast.store.run import RunStore
 from tests.clock import Clock
@@ -96,11 +101,15 @@ async def test_a_document_that_breaks_its_registration_is_not_known(
         raise ZeroDivisionError
 
     other = make_version(2)
+    manifest = encode_manifest(VERSION.layout, ["a" * 64])
     with monkeypatch.context() as patched:
         patched.setattr(RunStore, "stage", broken)
         with pytest.raises(ZeroDivisionError):
             await register(uploads, other, other.layout)
+        with pytest.raises(ZeroDivisionError):
+            await uploads.register(digest_of(manifest), decode_any(manifest))
     assert not uploads.knows(other.layout)
+    assert not uploads.knows(digest_of(manifest))
     assert uploads.knows(VERSION.ref.manifest)
     await register(uploads, other, other.layout)
     assert uploads.knows(other.layout)
@@ -117,6 +126,36 @@ async def test_what_is_done_to_its_end_says_how_it_ended() -> None:
     assert await to_its_end(give()) == 7
     with pytest.raises(ZeroDivisionError):
         await to_its_end(fail())
+
+
+async def test_a_head_whose_sender_went_away_is_wholly_taken(
+    run: RelayRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uploads = Uploads(run, 2, Clock())
+    await register(uploads, VERSION, VERSION.layout)
+    limits = SimpleNamespace(max_documents=1)
+    config = SimpleNamespace(publish_token_file=None, limits=limits)
+    origin = Publishing(cast(Any, SimpleNamespace(config=config, feed=None)))
+    committing, go_on = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def commit(*_args: Any) -> bool:
+        loop.call_soon_threadsafe(committing.set)
+        return go_on.wait(20)
+
+    monkeypatch.setattr(publishing, "_commit", commit)
+    monkeypatch.setattr(Uploads, "lacking", lambda *_args: asyncio.sleep(0, []))
+    state = trust.fresh(RUN, [signer().public_key])
+    accepted = trust.accept(state, make_head(VERSION), 2 * 10**12)
+    task = asyncio.create_task(origin._take_accepted(run, uploads, accepted, None))
+    async with asyncio.timeout(20):
+        await committing.wait()
+        task.cancel()
+        await asyncio.sleep(0)
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert not uploads.knows(VERSION.layout)  # announced
 
 
 async def test_an_upload_that_was_announced_unnoticed_is_forgotten_and_an_open_one_stays(
