@@ -6,9 +6,12 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
+import msgspec
+
 from shardcast.errors import (
     BusyError,
     ClockError,
+    DiskError,
     MalformedError,
     NotFoundError,
     StateError,
@@ -57,12 +60,10 @@ def last_head(run: RunStore, signers: Sequence[Signer], now_ms: int) -> Head | N
         ClockError: If it is of the future; says how to go on.
         TrustError: If the stored head is not what was accepted last.
     """
-    state = run.read_trust()
+    state = remembered(run, signers)
     data = run.read_head()
     if data is None:
         return None
-    if state is None:  # killed between the first head and its trust
-        state = trust.fresh(run.run, [signer.public_key for signer in signers])
     place = str(run.root / "head.json")
     try:
         with about(place):
@@ -112,19 +113,66 @@ def issue_for(run: str, signers: Sequence[Signer], now_ms: int, expiry_ms: int) 
     )
 
 
+def remembered(run: RunStore, signers: Sequence[Signer]) -> trust.TrustState:
+    """Return what is trusted; before the first head that is our keys, whatever was noted with others.
+
+    Also after a kill between the first head and its trust.
+    """
+    state = run.read_trust()
+    begun = trust.fresh(run.run, [signer.public_key for signer in signers])
+    if state is None:
+        return begun
+    if state.sequence is None:
+        return msgspec.structs.replace(begun, manifests=state.manifests, layouts=state.layouts)
+    return state
+
+
+def note_numbers(run: RunStore, state: trust.TrustState, head: Head) -> None:
+    """Remember the numbers that a head is the first to name, before anybody can read it.
+
+    A new head can be read before it is durable, and may be lost with the power: its numbers are taken
+    all the same, since readers know what they stand for.
+
+    Args:
+        run: Where to remember it.
+        state: What is remembered there.
+        head: The head that is about to be announced.
+
+    Raises:
+        DiskError: If the system refuses; the head must not be announced then.
+    """
+    noted = trust.with_numbers(state, head)
+    if {*noted.manifests, *noted.layouts} - {*state.manifests, *state.layouts}:
+        run.write_trust(noted)
+
+
 def announce(
-    run: RunStore, head: Head, signers: Sequence[Signer], issue: succession.Issue
+    run: RunStore,
+    head: Head,
+    signers: Sequence[Signer],
+    issue: succession.Issue,
+    watch: PublishObserver | None = None,
 ) -> bytes:
     """Sign a head, check it as a reader will, and replace the stored one: the commit point.
 
+    Once it can be read, what fails is said and does not undo it: a head above what is remembered is
+    accepted, and its numbers were noted.
+
     Raises:
         TrustError: If readers that follow this store would refuse it; nothing is changed then.
+        DiskError: If the system refuses; nobody has read it then.
     """
     envelope = seal(encode_head(head), signers)
-    state = run.read_trust() or trust.fresh(run.run, [s.public_key for s in signers])
+    state = remembered(run, signers)
     accepted = trust.accept(state, envelope, issue.now_ms)
-    run.write_head(envelope)
-    run.write_trust(accepted.state)
+    note_numbers(run, state, head)
+    try:
+        run.write_head(envelope)
+        run.write_trust(accepted.state)
+    except DiskError as error:
+        if run.read_head() != envelope:
+            raise
+        (watch or SilentObserver()).noticed(f"announced, although the disk fails: {error}")
     return envelope
 
 
@@ -139,11 +187,9 @@ def give_up_open(
         TrustError: If the stored head is not what was accepted last.
         DiskError: If the system refuses.
     """
-    data, state = run.read_head(), run.read_trust()
+    data, state = run.read_head(), remembered(run, signers)
     if data is None:
         return None
-    if state is None:  # killed between the first head and its trust
-        state = trust.fresh(run.run, [signer.public_key for signer in signers])
     accepted = trust.accept(state, data, now_ms)
     if accepted.head.open is None:
         return accepted.head

@@ -5,8 +5,9 @@ Order, and what a crash leaves behind: files are staged and hashed (leftovers in
 moment (the next publication says that it was given up, and uses another number); and what changed since the version before becomes delta blobs (in ``blobs/``, named by
 nothing yet: the next publication collects them); delta parts, then the version's own documents are
 written to ``blobs/`` (harmless), the version is renamed to ``versions/N`` (not announced: the next
-publication removes it), ``head.json`` is replaced (the commit point), trust is remembered (a head newer
-than it is accepted). Deltas from older bases and a compressed copy follow, announced by a second
+publication removes it), its number is noted if no head named it before (from here on it is not used
+again: a head can be read before it is durable), ``head.json`` is replaced (the commit point), trust is
+remembered (a head newer than it is accepted). Deltas from older bases and a compressed copy follow, announced by a second
 head. Last, old versions are removed. So a kill at any point leaves the previous head or a new one, whole.
 """
 
@@ -99,14 +100,18 @@ def publish_directory(
         ref = reference(staged.documents.version, deltas)
         issue = issue_for(run.run, signers, now_ms(), options.expiry_ms)
         head = succession.with_version(outlet.head, issue, ref, keep=options.keep)
-        announce(run, head, signers, issue)
+        announce(run, head, signers, issue, watch)
         further = further_deltas(options, stored, bases, run.write_blob, watch)
         if further:
-            issue = issue_for(run.run, signers, now_ms(), options.expiry_ms)
-            refs = [one.ref for one in further]
-            head = succession.with_deltas(head, issue, number, refs)
-            announce(run, head, signers, issue)
-            ref = head.ref(number) or ref
+            try:
+                issue = issue_for(run.run, signers, now_ms(), options.expiry_ms)
+                refs = [one.ref for one in further]
+                head = succession.with_deltas(head, issue, number, refs)
+                announce(run, head, signers, issue, watch)
+                ref = head.ref(number) or ref
+            except ShardcastError as error:  # the version was announced
+                watch.noticed(f"no further deltas: {error}")
+                further = ()
         collected = _collect(run)
     return Published(
         run.run,
@@ -137,6 +142,10 @@ def require_apart(checkpoint: Path, store: Path) -> None:
 def _free_number(run: RunStore, head: Head | None) -> int:
     state = run.read_trust()
     seen = () if state is None else (*state.manifests, *state.layouts)
+    if head is not None:
+        for left in {*run.committed(), *run.staged()}:
+            if left >= succession.next_version(head):  # its publisher was killed, or its head lost
+                run.evict(left)
     number = succession.next_version(head, seen)
     while number in {*run.committed(), *run.staged()}:  # never announced: a killed publication
         if not run.evict(number):

@@ -2,7 +2,7 @@
 
 Nothing is visible there before the head, and every blob is verified by the origin before it is
 kept, so an upload that was cut off is continued by publishing the same directory again: the
-layout of an unfinished publication is remembered (``state/pending.json``) and used again while
+layout of an unfinished publication is remembered (``unfinished.py``) and used again while
 the files are the same, so that shards which arrived already count.
 
 A delta needs the bytes of the version before. So a publisher keeps what it published last in a cache: a
@@ -17,15 +17,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import msgspec
-
-from shardcast.announcing import publishing, require_owner
+from shardcast import unfinished
+from shardcast.announcing import publishing, remembered, require_owner
 from shardcast.delta_publishing import delta_bases, further_deltas, leased
 from shardcast.deltas import Delta
 from shardcast.errors import (
     ClockError,
     DiskError,
-    MalformedError,
     NetworkError,
     NotFoundError,
     ShardcastError,
@@ -34,10 +32,9 @@ from shardcast.errors import (
 from shardcast.hashing import ShardJob, hash_shards
 from shardcast.origin_client import OriginClient
 from shardcast.protocol import succession, trust
-from shardcast.protocol.digest import digest_of
 from shardcast.protocol.envelope import Signer
 from shardcast.protocol.head import Head, VersionRef
-from shardcast.protocol.layout import Extent, Layout, decode_layout, encode_layout
+from shardcast.protocol.layout import Extent, Layout
 from shardcast.protocol.limits import MAX_FUTURE_MS, ONE_SHOT_EXPIRY_MS
 from shardcast.publishing import (
     Documents,
@@ -46,13 +43,11 @@ from shardcast.publishing import (
     PublishOptions,
     SilentObserver,
     documents_of,
-    plan_layout,
     reference,
     settled_selection,
 )
 from shardcast.sources import Selection, require_unchanged, select_files
 from shardcast.staging import Staged, stage_files
-from shardcast.store.files import atomic_write
 from shardcast.store.retention import collect
 from shardcast.store.run import RunStore
 from shardcast.store.stored import Durability, StoredVersion
@@ -96,7 +91,9 @@ def publish_remote(
         selection = settled_selection(options)
         envelope, head = _remote_head(client, memory, signers, now_ms())
         watch.selected(selection)
-        layout = _layout(client, options, memory, selection, head, now_ms())
+        layout = unfinished.layout_for(
+            options, memory, selection, head, _previous_layout(client, head), now_ms()
+        )
         kept = cache if options.delta or options.compress else None
         bases = {} if kept is None else _bases(options, kept, head)
         announcer = Announcer(
@@ -127,7 +124,7 @@ def publish_remote(
             announcer.announce(
                 lambda last, issue: succession.with_version(last, issue, ref, keep=options.keep)
             )
-        _forget_pending(memory, watch)
+        unfinished.forget(memory, watch)
         if kept is not None and made.staged is not None:
             further, ref = _bring_further(options, kept, bases, ref, announcer, upload, watch)
             deltas = (*deltas, *further)
@@ -208,8 +205,7 @@ def _remote_head(
     _require_clock(client, now_ms)
     if envelope is None:
         return None, None
-    keys = [signer.public_key for signer in signers]
-    state = memory.read_trust() or trust.fresh(memory.run, keys)
+    state = remembered(memory, signers)
     with about(client.url):
         accepted = trust.accept(state, envelope, now_ms)
     require_owner(accepted.state, signers, source=client.url)
@@ -230,56 +226,6 @@ def _require_clock(client: OriginClient, now_ms: int) -> None:
             "readers would refuse what it signs; set the clock that is wrong. Nothing was published",
             source=client.url,
         )
-
-
-# --- unfinished publications ------------------------------------------------------------------
-
-
-class Pending(msgspec.Struct, frozen=True, kw_only=True):
-    """A publication that was not announced: which files it was about, and its layout."""
-
-    fingerprint: str
-    layout: str
-
-
-def _layout(
-    client: OriginClient,
-    options: PublishOptions,
-    memory: RunStore,
-    selection: Selection,
-    head: Head | None,
-    now_ms: int,
-) -> Layout:
-    """Return the layout of an unfinished publication of the same files, else a new one."""
-    state = memory.read_trust()
-    seen = () if state is None else (*state.manifests, *state.layouts)
-    number = succession.next_version(head, seen)
-    previous = _previous_layout(client, head)
-    layout = plan_layout(options, selection, memory.run, number, previous, now_ms)
-    same_moment = msgspec.structs.replace(layout, created_at=0, lineage=options.lineage or "")
-    stamps = [(str(f.location), f.stamp.mtime_ns, f.stamp.inode) for f in selection.files]
-    fingerprint = digest_of(msgspec.json.encode((same_moment, stamps)))
-    path = memory.root / "state" / "pending.json"
-    try:
-        pending = msgspec.json.decode(path.read_bytes(), type=Pending)
-        if pending.fingerprint == fingerprint:
-            return decode_layout(memory.read_blob(pending.layout) or b"")
-    except (OSError, msgspec.MsgspecError, MalformedError):
-        pass
-    data = encode_layout(layout)
-    digest = digest_of(data)
-    memory.write_blob(digest, data)
-    atomic_write(path, msgspec.json.encode(Pending(fingerprint=fingerprint, layout=digest)))
-    return layout
-
-
-def _forget_pending(memory: RunStore, watch: PublishObserver) -> None:
-    """Forget what was announced; trouble there is said: what stays is of no other publication."""
-    path = memory.root / "state" / "pending.json"
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        watch.noticed(f"announced, but {path} stays: {error.strerror or error}")
 
 
 def _previous_layout(client: OriginClient, head: Head | None) -> Layout | None:

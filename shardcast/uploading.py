@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from shardcast.announcing import issue_for
+from shardcast.announcing import issue_for, remembered
 from shardcast.deltas import Delta
 from shardcast.errors import (
     DiskError,
@@ -200,12 +200,9 @@ class Announcer:
         self._find_taken()
 
     def _sign(self, make: Callable[[Head | None, succession.Issue], Head]) -> Accepted:
-        memory = self.memory
-        issue = issue_for(memory.run, self.signers, self.now_ms(), self.expiry_ms)
+        issue = issue_for(self.memory.run, self.signers, self.now_ms(), self.expiry_ms)
         envelope = seal(encode_head(make(self.last.head, issue)), self.signers)
-        keys = [signer.public_key for signer in self.signers]
-        state = memory.read_trust() or trust.fresh(memory.run, keys)
-        return trust.accept(state, envelope, issue.now_ms)
+        return trust.accept(remembered(self.memory, self.signers), envelope, issue.now_ms)
 
     def _put(self, signed: Accepted) -> None:
         try:

@@ -301,19 +301,25 @@ def _remember(state: TrustState, head: Head, digest: str) -> TrustState:
     keys = sorted(head.keys)
     gone = [key for key in state.keys if key not in keys]
     retired = [key for key in state.retired if key not in gone and key not in keys] + gone
-    manifests = {**state.manifests, **{ref.version: ref.manifest for ref in head.versions}}
-    layouts = dict(state.layouts)
-    if head.open is not None:
-        layouts[head.open.version] = head.open.layout
     return msgspec.structs.replace(
-        state,
+        with_numbers(state, head),
         keys=keys,
         retired=retired[-4 * MAX_KEYS :],
         sequence=head.sequence,
         payload=digest,
-        manifests=_newest(manifests),
-        layouts=_newest(layouts),
     )
+
+
+def with_numbers(state: TrustState, head: Head) -> TrustState:
+    """Return the state with the identities of the versions that a head names, and nothing else of it.
+
+    For who issues the head: before anybody can read it, so that no number is used for something else.
+    """
+    manifests = {**state.manifests, **{ref.version: ref.manifest for ref in head.versions}}
+    layouts = dict(state.layouts)
+    if head.open is not None:
+        layouts[head.open.version] = head.open.layout
+    return msgspec.structs.replace(state, manifests=_newest(manifests), layouts=_newest(layouts))
 
 
 def _newest(numbered: dict[int, str]) -> dict[int, str]:

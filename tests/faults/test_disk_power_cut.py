@@ -1,6 +1,8 @@
 """What a power cut leaves: short files, zeros, lost and torn journals. Found before it is served."""
 
 import asyncio
+import itertools
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -8,11 +10,20 @@ from pathlib import Path
 
 import pytest
 
+from shardcast.announcing import note_numbers, remembered
 from shardcast.errors import ShardcastError
+from shardcast.protocol import succession, trust
+from shardcast.protocol.envelope import encode_key, open_unverified
+from shardcast.protocol.head import Head, decode_head
+from shardcast.publisher import publish_directory
+from shardcast.publishing import PublishOptions
 from shardcast.store.journal import MAGIC
+from shardcast.store.run import RunStore
+from shardcast.store.stored import Durability
+from shardcast.streaming import Pace
 from shardcast.verify import verify_directory
 from shardcast.worker import EventKind
-from tests.contract.made import RUN, SHARD, make_head, make_version, noise, publish
+from tests.contract.made import RUN, SHARD, make_head, make_version, noise, publish, signer
 from tests.contract.relays import config, path_of, running, wait_head, wait_ready
 from tests.contract.scripted import ScriptedParent
 from tests.contract.wire_client import eventually, http
@@ -20,6 +31,7 @@ from tests.fakes import FakeRun, RunServer
 from tests.faults.criteria import assert_version, published
 from tests.faults.machine import cut_tail, flip_bit, zero_tail
 from tests.faults.world import PATIENT, Log, worker
+from tests.streams import AT_ONCE, StepByStep
 
 FILES = {"big": noise(4 * SHARD, 1), "small": noise(1000, 2), "empty": b""}
 VERSION = make_version(1, FILES)
@@ -230,6 +242,114 @@ async def test_an_origin_that_lost_its_journal_serves_everything(tmp_path: Path,
         await wait_ready(url)
         for digest in VERSION.shards:
             assert (await http(url, path_of(digest))).body == VERSION.blobs[digest]
+
+
+class Cut:
+    """Keeps what the disk has while a new head can be read already and its name is not durable yet."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch, loses: Callable[[Head], bool]):
+        """Watch for the first head that is to be lost."""
+        self.root = root
+        self.read: bytes | None = None
+        self._kept: dict[Path, bytes | None] = {}
+        self._loses = loses
+        self._rename = os.replace
+        monkeypatch.setattr(os, "replace", self._replace)
+
+    def _replace(self, source: Path, target: Path) -> None:
+        if target == self.root / "head.json" and self.read is None:
+            envelope = source.read_bytes()
+            if self._loses(decode_head(open_unverified(envelope)[1])):
+                self.read = envelope
+                paths = target, self.root / "state" / "trust.json"
+                self._kept = {path: path.read_bytes() if path.exists() else None for path in paths}
+        self._rename(source, target)
+
+    def restore(self) -> bytes:
+        """Put it back, as the reboot does; return the head that was read and is lost."""
+        assert self.read is not None
+        for path, data in self._kept.items():
+            path.unlink(missing_ok=True)
+            if data is not None:
+                path.write_bytes(data)
+        return self.read
+
+
+LOST_HEADS: dict[str, tuple[Pace | None, Callable[[Head], bool]]] = {
+    "whole": (None, lambda head: head.version == 2),
+    "first open": (AT_ONCE, lambda head: head.open is not None and head.open.version == 2),
+    "closing": (AT_ONCE, lambda head: head.version == 2),
+    "very first": (None, lambda head: head.version == 1),
+}
+
+
+@pytest.mark.fault(4)
+@pytest.mark.fault(22)
+@pytest.mark.parametrize("durability", list(Durability))
+@pytest.mark.parametrize("kind", LOST_HEADS)
+def test_a_head_that_was_read_and_lost_does_not_lend_its_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, durability: Durability
+) -> None:
+    """Between the rename of the head and the sync of its directory: readers have it, the disk has not."""
+    pace, loses = LOST_HEADS[kind]
+    source, root = tmp_path / "c", tmp_path / "s" / RUN
+    source.mkdir()
+    moments = itertools.count(1_800_000_000_000)
+
+    def make(number: int, stream: Pace | None = None) -> None:
+        (source / "big").write_bytes(noise(4 * SHARD, number))
+        run = RunStore(root, RUN)
+        how = PublishOptions(
+            source=source, durability=durability, threads=1, stream=stream, delta=False
+        )
+        watch = None if stream is None else StepByStep(run)
+        publish_directory(how, run, [signer()], lambda: next(moments), watch)
+        run.close()
+
+    run = RunStore(root, RUN)
+    reader = trust.fresh(RUN, [signer().public_key])
+    if kind != "very first":
+        make(1)
+        reader = trust.accept(reader, run.read_head() or b"", next(moments)).state
+    with monkeypatch.context() as patch:
+        cut = Cut(root, patch, loses)
+        make(2, pace)
+    reader = trust.accept(reader, cut.restore(), next(moments)).state
+    taken = max(*reader.manifests, *reader.layouts, 1)
+
+    make(3)
+
+    envelope = run.read_head()
+    assert envelope is not None
+    accepted = trust.accept(reader, envelope, next(moments))
+    assert accepted.head.version == taken + 1
+    assert accepted.head.open is None
+    version = run.load_version(accepted.head.versions[0])
+    assert version is not None
+    trust.check_version(accepted.state, version)
+    assert run.staged() == []
+    assert set(run.committed()) == {ref.version for ref in accepted.head.versions}
+    run.close()
+
+
+@pytest.mark.fault(4)
+@pytest.mark.parametrize("again", [1, 2])
+def test_a_number_that_a_lost_head_named_belongs_to_no_key(tmp_path: Path, again: int) -> None:
+    """Nothing was announced: the run is anybody's still, and version 1 is taken."""
+    run = RunStore(tmp_path / "s" / RUN, RUN)
+    issue = succession.Issue(run=RUN, now_ms=1_800_000_000_000, keys=(signer().public_key,))
+    ref = decode_head(open_unverified(make_head(VERSION))[1]).versions[0]
+    head = succession.with_version(None, issue, ref, keep=1)
+    note_numbers(run, remembered(run, [signer()]), head)
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "config.json").write_text("{}")
+    options = PublishOptions(source=tmp_path / "c", stream=None)
+    done = publish_directory(options, run, [signer(again)], lambda: 1_800_000_001_000)
+    assert done.ref.version == ref.version + 1
+    state = run.read_trust()
+    assert state is not None
+    assert state.keys == [encode_key(signer(again).public_key)]
+    run.close()
 
 
 # --- worker -------------------------------------------------------------------------------------

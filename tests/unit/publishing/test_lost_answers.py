@@ -17,13 +17,14 @@ from shardcast.errors import (
     ShardcastError,
 )
 from shardcast.origin_client import Body, OriginClient
-from shardcast.protocol import succession
+from shardcast.protocol import succession, trust
 from shardcast.protocol.envelope import Signer, open_unverified, seal
 from shardcast.protocol.head import Head, decode_head, encode_head
 from shardcast.protocol.layout import Layout
 from shardcast.publishing import Published, PublishOptions, SilentObserver
 from shardcast.store.run import RunStore
 from shardcast.store.store import Store
+from shardcast.streaming import Pace
 from shardcast.uploader import amend_remote, publish_remote
 from tests.models import make_model, step, write_model
 from tests.streams import AT_ONCE
@@ -199,6 +200,38 @@ def test_a_last_head_of_which_nothing_is_known_is_no_success(
     origin.deaf = 0
     done = publish(streamed)
     assert (origin.head.version, origin.head.open) == (done.ref.version, None)
+
+
+@pytest.mark.parametrize("changes", [False, True])
+@pytest.mark.parametrize("stream", [None, AT_ONCE], ids=["whole", "open"])
+def test_a_head_that_the_origin_lost_with_its_power_does_not_lend_its_number(
+    origin: FakeOrigin,
+    publish: Publish,
+    streamed: PublishOptions,
+    checkpoint: Path,
+    signer: Signer,
+    clock: Clock,
+    *,
+    changes: bool,
+    stream: Pace | None,
+) -> None:
+    """Somebody read it. The same files may have the number again: they are the same version."""
+    origin.loses, origin.deaf = lambda head: TAKEN, 99
+    with pytest.raises(ShardcastError):
+        publish(replace(streamed, stream=stream))
+    (read,) = origin.heads
+    assert (read.open is None) == (stream is None)
+    reader = trust.fresh(read.run, [signer.public_key])
+    reader = trust.accept(reader, origin.envelope or b"", clock()).state
+    rebooted = replace(origin, envelope=None, deaf=0, loses=lambda head: None)
+    vars(origin).update(vars(rebooted))
+    if changes:
+        (checkpoint / "config.json").write_text("changed")
+
+    done = publish(streamed)
+
+    assert done.ref.version == (2 if changes else 1)
+    trust.accept(reader, origin.envelope or b"", clock())
 
 
 def test_a_version_that_may_be_open_is_given_up(

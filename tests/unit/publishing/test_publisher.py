@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -31,10 +32,13 @@ from shardcast.hashing import ShardHash
 from shardcast.protocol import succession, trust
 from shardcast.protocol.envelope import Signer, encode_key, open_unverified
 from shardcast.protocol.head import Head, decode_head
+from shardcast.protocol.trust import TrustState
 from shardcast.publisher import publish_directory
-from shardcast.publishing import PublishOptions
+from shardcast.publishing import PublishOptions, SilentObserver
+from shardcast.store import files
 from shardcast.store.run import RunStore
 from shardcast.store.stored import Durability
+from tests.models import make_model, write_model
 from tests.tree import contents_of
 from tests.unit.publishing.conftest import START_MS, Clock
 
@@ -43,6 +47,14 @@ def head_of(run: RunStore) -> Head:
     data = run.read_head()
     assert data is not None
     return decode_head(open_unverified(data)[1])
+
+
+class Noting(SilentObserver):
+    def __init__(self) -> None:
+        self.notices: list[str] = []
+
+    def noticed(self, message: str) -> None:
+        self.notices.append(message)
 
 
 def test_the_version_is_the_directory_byte_for_byte(
@@ -271,11 +283,13 @@ owner, name = {
     "hash": (staging, "hash_files"),
     "documents": (RunStore, "write_blob"),
     "commit": (RunStore, "commit"),
+    "number": (RunStore, "write_trust"),
     "head": (RunStore, "write_head"),
     "trust": (RunStore, "write_trust"),
     "collect": (publisher, "collect"),
 }[where]
-setattr(owner, name, die)
+first = [getattr(owner, name)] if where == "trust" else []  # the number is noted by it
+setattr(owner, name, lambda *given, **named: (first.pop() if first else die)(*given, **named))
 signers = keys.load_signers(Path(key), 0)
 run = Store(Path(store)).run("default")
 publisher.publish_directory(
@@ -284,7 +298,9 @@ publisher.publish_directory(
 """
 
 
-@pytest.mark.parametrize("where", ["hash", "documents", "commit", "head", "trust", "collect"])
+@pytest.mark.parametrize(
+    "where", ["hash", "documents", "commit", "number", "head", "trust", "collect"]
+)
 def test_a_kill_at_any_point_leaves_the_previous_head_or_the_new_one(
     tmp_path: Path, checkpoint: Path, run: RunStore, clock: Clock, where: str
 ) -> None:
@@ -314,11 +330,80 @@ def test_a_kill_at_any_point_leaves_the_previous_head_or_the_new_one(
     assert stored.complete
     clock.now += 200_000
     done = publish_directory(PublishOptions(source=checkpoint), fresh, [signer], clock)
-    assert done.ref.version == head.version + 1
+    # Where a head was about to name a number, nobody knows whether somebody has read it.
+    assert done.ref.version == head.version + (2 if where == "head" else 1)
     assert done.path is not None
     assert contents_of(done.path) == contents_of(checkpoint)
     assert fresh.staged() == []
-    assert sorted(fresh.committed()) == list(range(1, done.ref.version + 1))
+    assert sorted(fresh.committed()) == [*range(1, head.version + 1), done.ref.version]
+
+
+@pytest.mark.parametrize("what", ["name", "trust", "copy"])
+def test_trouble_after_the_announcement_is_said_and_is_no_failure(
+    tmp_path: Path,
+    run: RunStore,
+    signer: Signer,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+) -> None:
+    """A trainer that hears of a failure publishes the same step again."""
+    write_model(tmp_path / "model" / "model.safetensors", make_model(1))
+    options = PublishOptions(source=tmp_path / "model", stream=None, compress=what == "copy")
+    write_head, write_trust, sync = RunStore.write_head, RunStore.write_trust, files.fsync_directory
+    heads: list[bytes] = []
+
+    def heading(self: RunStore, envelope: bytes) -> None:
+        if what == "copy" and heads:
+            raise DiskFullError("no room")
+        heads.append(envelope)
+        write_head(self, envelope)
+
+    def trusting(self: RunStore, state: TrustState) -> None:
+        if what == "trust" and heads:
+            raise DiskFullError("no room")
+        write_trust(self, state)
+
+    def syncing(path: Path) -> None:
+        if what == "name" and path == run.root:
+            raise OSError(errno.EIO, "no room, says the disk")
+        sync(path)
+
+    watch = Noting()
+    with monkeypatch.context() as patch:
+        patch.setattr(RunStore, "write_head", heading)
+        patch.setattr(RunStore, "write_trust", trusting)
+        patch.setattr(files, "fsync_directory", syncing)
+        done = publish_directory(options, run, [signer], clock, watch)
+    assert head_of(run).newest() == done.ref
+    assert done.ref.deltas == []
+    assert [note for note in watch.notices if "no room" in note]
+    again = publish_directory(options, RunStore(run.root, run.run), [signer], clock)
+    assert again.ref.version == 2
+    assert any(delta.base is None for delta in again.ref.deltas) == (what == "copy")
+
+
+def test_a_head_that_nobody_can_read_is_a_failure(
+    checkpoint: Path,
+    run: RunStore,
+    signer: Signer,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rename = os.replace
+
+    def refuse(source: Path, target: Path) -> None:
+        if target == run.root / "head.json":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        rename(source, target)
+
+    options = PublishOptions(source=checkpoint)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", refuse)
+        with pytest.raises(DiskFullError):
+            publish_directory(options, run, [signer], clock)
+    assert run.read_head() is None
+    assert publish_directory(options, run, [signer], clock).ref.version == 2
 
 
 def test_two_publishers_of_one_run_take_turns(
