@@ -24,6 +24,7 @@ from relay.pacing import Pacer
 from relay.parents import Parents, Place
 from relay.readers import Leases, Readers
 from relay.respond import Identity
+from relay.responses import Responses
 from relay.routes import ROUNDS, Sources
 from relay.runs import RelayRun
 from relay.siblings import Siblings
@@ -116,6 +117,7 @@ class Node:
         scrub: Reads what is on disk again.
         rebuilding: Rebuilds shards from deltas; None: they are fetched.
         sending: Blobs that are being sent at the moment.
+        responses: Which versions they are of.
         keeper: Whether this process may change the store.
         reading: Threads that wait for the disk on behalf of readers; heads and documents have others.
     """
@@ -154,6 +156,7 @@ class Node:
             most=config.limits.max_fills,
         )
         self.reading = ThreadPoolExecutor(READING_THREADS, thread_name_prefix="relay-read")
+        self.responses = Responses()
         self.keeper = Keeper(store, needed=config.writes, clock=clock)
         self.runs: dict[str, RelayRun] = {}
         self.draining = False

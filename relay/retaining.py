@@ -8,6 +8,7 @@ import time
 
 from relay.isolation import for_each
 from relay.node import Node
+from relay.responses import overdue
 from relay.runs import RelayRun
 from shardcast.errors import BusyError
 from shardcast.store.retention import Held, Keep, choose_evictions, collect
@@ -94,6 +95,7 @@ class Retention:
         run.let_go()
         held, staged = await asyncio.to_thread(held_versions, run)
         evict = choose(self._node, run, held, staged)
+        self._cut_off(run, evict)
         sequence = run.head.sequence if run.head is not None else 0
         # What a full disk left behind goes once it is old enough, whether or not a new head comes.
         before, at = self._collected.get(run.name, (-1, 0.0))
@@ -113,6 +115,22 @@ class Retention:
             self._node.metrics.evicted.inc()
             log.info("run %s: version %d evicted", run.name, number)
         await run.attach()
+
+    def _cut_off(self, run: RelayRun, evict: tuple[int, ...]) -> None:
+        """Wait no longer for readers of versions beyond those that may linger."""
+        if run.head is None:
+            return
+        responses, catalog = self._node.responses, run.catalog
+        sent = responses.versions(run.name)
+        for number in overdue(sent, catalog.numbers(), evict, catalog.lingering()):
+            count = responses.cut(run.name, number)
+            if count:
+                log.warning(
+                    "run %s: version %d must go, and newer ones are read, too: %d responses cut off",
+                    run.name,
+                    number,
+                    count,
+                )
 
     def _collect(
         self, run: RelayRun, numbers: tuple[int, ...], keep: frozenset[str]

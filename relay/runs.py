@@ -346,11 +346,18 @@ class RelayRun:
         """Return what a digest is, or None."""
         return self.catalog.find(digest)
 
+    @staticmethod
+    def number_of(known: Known) -> int | None:
+        """Return the newest version that a shard or delta blob belongs to; None for a document."""
+        if isinstance(known, DocumentBlob):
+            return None
+        return known.places[0].version if isinstance(known, ShardBlob) else known.version
+
     def touch(self, known: Known) -> None:
         """Note that a blob was asked for, or that an answer has just ended."""
-        if isinstance(known, DocumentBlob):
+        number = self.number_of(known)
+        if number is None:
             return  # whoever follows asks for those of every version, to weigh it
-        number = known.places[0].version if isinstance(known, ShardBlob) else known.version
         self.used[number] = self._clock()
         self.readers.saw(number, self.stored.get(number))
 

@@ -51,8 +51,11 @@ class BlobServer:
             return unchanged
         opened = await node.open_here(run, known)
         if opened is not None:
+            stored = opened.stored
+            number = run.number_of(known) if stored is None else stored.version.number
             try:
-                return await self._from_disk(request, digest, opened, wire.SOURCE_DISK, common)
+                with node.responses.sending(run.name, number):
+                    return await self._from_disk(request, digest, opened, wire.SOURCE_DISK, common)
             finally:
                 opened.close()
                 run.touch(known)
@@ -164,11 +167,12 @@ class BlobServer:
                 await fill.changed(mark)
             if fill.state is State.FAILED:
                 return _failed(run, known, fill)
-            if fill.state is not State.VERIFIED:
-                return await self._follow(request, fill, for_sibling, common)
-            assert fill.total is not None
-            arrived = Opened(fill.fd, fill.base, fill.total)
-            return await self._from_disk(request, digest, arrived, wire.SOURCE_FILL, common)
+            with self._node.responses.sending(run.name, run.number_of(known)):
+                if fill.state is not State.VERIFIED:
+                    return await self._follow(request, fill, for_sibling, common)
+                assert fill.total is not None
+                arrived = Opened(fill.fd, fill.base, fill.total)
+                return await self._from_disk(request, digest, arrived, wire.SOURCE_FILL, common)
 
     async def _follow(
         self, request: web.BaseRequest, fill: Fill, for_sibling: bool, common: dict[str, str]

@@ -4,10 +4,12 @@ import asyncio
 import logging
 import re
 import time
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 
+from relay import retaining
 from relay.config import Prefetch
 from tests.contract.made import RUN, SHARD, MadeVersion, make_head, make_version, noise
 from tests.contract.relays import config, limits, metric, path_of, running, wait_ready
@@ -196,6 +198,38 @@ async def test_a_version_that_is_read_stays_until_its_reader_is_done(tmp_path: P
                         assert answer.body == first.blobs[shard]
                 await wait_ready(url)
                 await eventually(lambda: on_disk(disk / "s") == [2, 3])
+
+
+@pytest.mark.fault(16)
+async def test_slow_readers_hold_two_versions_beyond_the_bounds_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One connection a version, that takes nothing: so any stranger could fill the disk."""
+    monkeypatch.setattr(retaining, "EVERY_S", 0.05)
+    parent, store = ScriptedParent(), tmp_path / "s"
+    versions = [version(number, size=8 * MIB) for number in range(1, 7)]
+    wires: list[Wire] = []
+    async with (
+        parent.running(),
+        AsyncExitStack() as readers,
+        running(config(store, parent.url, keep=1, limits=HURRIED)) as url,
+    ):
+        for one in versions:
+            parent.serve(make_head(one), one)
+            await eventually(lambda n=one.ref.version: n in on_disk(store))
+            await wait_ready(url)
+            wires.append(await readers.enter_async_context(Wire(url)))
+            for shard in one.shards:  # more of them than sockets buffer
+                await wires[-1].ask(path_of(shard))
+            assert (await wires[-1].head())[0] == 200
+        await eventually(lambda: on_disk(store) == [4, 5, 6], what="1 to 3 are gone")
+        for wire, one in list(zip(wires, versions, strict=True))[3:]:
+            assert await wire.exactly(SHARD) == one.blobs[one.shards[0]]
+            answer = await wire.answer()
+            assert (answer.status, answer.body) == (200, one.blobs[one.shards[1]])
+        for wire in wires[:3]:
+            assert len(await wire.rest()) < 8 * MIB
+        await readers.aclose()
 
 
 @pytest.mark.fault(15)

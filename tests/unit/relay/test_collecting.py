@@ -6,6 +6,7 @@ from typing import Any, cast
 import pytest
 
 from relay import retaining
+from relay.responses import Responses
 from relay.retaining import COLLECT_S, Retention
 from relay.runs import RelayRun
 from shardcast.protocol.digest import digest_of
@@ -24,7 +25,7 @@ async def test_leftovers_are_looked_for_without_a_new_head(
 
     monkeypatch.setattr(retaining, "collect", collected)
     clock = Clock()
-    retention = Retention(cast(Any, SimpleNamespace(clock=clock)))
+    retention = Retention(cast(Any, SimpleNamespace(clock=clock, responses=Responses())))
     run = RelayRun(RunStore(tmp_path, "policy"))
     await retention.apply(run)
     await retention.apply(run)
@@ -36,7 +37,7 @@ async def test_leftovers_are_looked_for_without_a_new_head(
 
 async def test_nothing_is_remembered_of_what_was_collected(tmp_path: Any) -> None:
     clock = Clock()
-    retention = Retention(cast(Any, SimpleNamespace(clock=clock)))
+    retention = Retention(cast(Any, SimpleNamespace(clock=clock, responses=Responses())))
     run = RelayRun(RunStore(tmp_path, "policy"), clock)
     for number in range(3):
         data = b"delta %d" % number
