@@ -156,7 +156,7 @@ class Node:
             most=config.limits.max_fills,
         )
         self.reading = ThreadPoolExecutor(READING_THREADS, thread_name_prefix="relay-read")
-        self.responses = Responses()
+        self.responses = Responses(clock)
         self.keeper = Keeper(store, needed=config.writes, clock=clock)
         self.runs: dict[str, RelayRun] = {}
         self.draining = False

@@ -8,10 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from typing import Final
 
 from relay.catalog import MOST_LINGERING
 from relay.respond import AbortedResponseError
+from shardcast.protocol.limits import KIB
+
+GRACE_S: Final = 30.0
+SLOWEST_BYTES_PER_S: Final = 8 * KIB
+"""What workers accept of a source (docs/OPERATIONS.md): who reads slower is no worker."""
 
 
 def overdue(
@@ -34,22 +40,29 @@ def overdue(
 
 
 class _Response:
-    """A response under way, and whether it was cut off."""
+    """A response under way, by when it has ended at any worker, and whether it was cut off."""
 
-    def __init__(self) -> None:
+    def __init__(self, until: float) -> None:
         self.task = asyncio.current_task()
+        self.until = until
         self.cut = False
 
 
 class Responses:
     """The responses under way. Used on the event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self._sending: dict[tuple[str, int], set[_Response]] = {}
 
     @contextlib.contextmanager
-    def sending(self, run: str, number: int | None) -> Iterator[None]:
+    def sending(self, run: str, number: int | None, length: int) -> Iterator[None]:
         """Send bytes of a version (None: of no version) in the block, by the current task.
+
+        Args:
+            run: The run.
+            number: The version.
+            length: How many bytes at most.
 
         Raises:
             AbortedResponseError: If it was cut off; the connection is unusable then.
@@ -58,7 +71,7 @@ class Responses:
             yield
             return
         responses = self._sending.setdefault((run, number), set())
-        own = _Response()
+        own = _Response(self._clock() + GRACE_S + length / SLOWEST_BYTES_PER_S)
         responses.add(own)
         try:
             yield
@@ -75,9 +88,19 @@ class Responses:
         """Return the versions of a run that are being sent."""
         return {number for name, number in self._sending if name == run}
 
-    def cut(self, run: str, number: int) -> int:
-        """Cut off the responses with bytes of a version; return how many there were."""
-        responses = [r for r in self._sending.get((run, number), ()) if not r.cut]
+    def cut(self, run: str, number: int, *, late: bool = False) -> int:
+        """Cut off the responses with bytes of a version; return how many there were.
+
+        Args:
+            run: The run.
+            number: The version.
+            late: Only those that take longer than at any worker.
+        """
+        responses = [
+            response
+            for response in self._sending.get((run, number), ())
+            if not response.cut and (not late or self._clock() > response.until)
+        ]
         for response in responses:
             response.cut = True
             # Its connection follows: asyncio cannot abort one that sends a file.

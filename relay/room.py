@@ -3,10 +3,11 @@
 Retention (``relay.retaining``) removes what the options say, every few seconds. This removes what
 nobody needs at the moment when something does not fit, whatever the options say. In this order:
 what no head retains any more, then the versions that have been here longest; never the newest
-whole version of a run, never what is being fetched or read (its lease says so). What was asked for
-a moment ago goes last, and only where the disk itself is too small for what the run's head calls
-newest: then everyone waits for that, and readers of the old one go on elsewhere. An origin gives up
-only what no head retains: nobody else has it.
+whole version of a run, never what is being fetched or read (its lease says so), unless it is read
+more slowly than any worker would. What was asked for a moment ago goes last, and only where the
+disk itself is too small for what the run's head calls newest: then everyone waits for that, and
+readers of the old one go on elsewhere. An origin gives up only what no head retains: nobody else
+has it.
 """
 
 from __future__ import annotations
@@ -119,6 +120,7 @@ class Room:
                 if victim.recent and needed <= await asyncio.to_thread(self._free_bytes):
                     break  # a quota is no reason to take from readers what they read
                 if not await self._evict(victim, f"run {run.name}, version {number}"):
+                    self._cut_off(victim)
                     continue
                 if await self._enough(needed):
                     return True
@@ -131,6 +133,17 @@ class Room:
                 needed,
             )
             return False
+
+    def _cut_off(self, victim: Candidate) -> None:
+        """Wait no longer for who reads a version that is in the way more slowly than any worker."""
+        count = self._node.responses.cut(victim.run, victim.number, late=True)
+        if count:
+            log.warning(
+                "run %s: version %d is in the way, and is read too slowly: %d responses cut off",
+                victim.run,
+                victim.number,
+                count,
+            )
 
     async def _make_quietly(self, run: RelayRun, number: int, needed: int) -> None:
         try:

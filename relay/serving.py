@@ -54,7 +54,7 @@ class BlobServer:
             stored = opened.stored
             number = run.number_of(known) if stored is None else stored.version.number
             try:
-                with node.responses.sending(run.name, number):
+                with node.responses.sending(run.name, number, opened.length):
                     return await self._from_disk(request, digest, opened, wire.SOURCE_DISK, common)
             finally:
                 opened.close()
@@ -167,10 +167,11 @@ class BlobServer:
                 await fill.changed(mark)
             if fill.state is State.FAILED:
                 return _failed(run, known, fill)
-            with self._node.responses.sending(run.name, run.number_of(known)):
+            assert fill.total is not None
+            number = run.number_of(known)
+            with self._node.responses.sending(run.name, number, fill.total):
                 if fill.state is not State.VERIFIED:
                     return await self._follow(request, fill, for_sibling, common)
-                assert fill.total is not None
                 arrived = Opened(fill.fd, fill.base, fill.total)
                 return await self._from_disk(request, digest, arrived, wire.SOURCE_FILL, common)
 

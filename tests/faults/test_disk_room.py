@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from relay import retaining
+from relay import responses, retaining
 from relay.config import Prefetch
 from tests.contract.made import RUN, SHARD, MadeVersion, make_head, make_version, noise
 from tests.contract.relays import config, limits, metric, path_of, running, wait_ready
@@ -198,6 +198,33 @@ async def test_a_version_that_is_read_stays_until_its_reader_is_done(tmp_path: P
                         assert answer.body == first.blobs[shard]
                 await wait_ready(url)
                 await eventually(lambda: on_disk(disk / "s") == [2, 3])
+
+
+@pytest.mark.fault(16)
+async def test_a_reader_slower_than_any_worker_does_not_keep_the_newest_version_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a disk that is full, one stranger would else stop a relay for as long as he likes."""
+    monkeypatch.setattr(responses, "GRACE_S", 0.0)
+    monkeypatch.setattr(responses, "SLOWEST_BYTES_PER_S", 1 << 50)  # everyone is slower
+    parent = ScriptedParent()
+    first, second, third = (version(n, size=16 * MIB) for n in (1, 2, 3))
+    with small_tmpfs(tmp_path / "disk", 34 * MIB) as disk:
+        parent.serve(make_head(first), first)
+        async with parent.running():
+            settings = config(disk / "s", parent.url, limits=HURRIED)
+            async with running(settings) as url, Wire(url) as slow:
+                for count in (1, 2):
+                    parent.serve(make_head(*[first, second][:count]), first, second)
+                    await wait_ready(url)
+                    await eventually(lambda n=count: n in on_disk(disk / "s"))
+                for shard in first.shards:
+                    await slow.ask(path_of(shard))
+                assert (await slow.head())[0] == 200
+                parent.serve(make_head(first, second, third), third)
+                await eventually(lambda: on_disk(disk / "s") == [2, 3])
+                await wait_ready(url)
+                assert len(await slow.rest()) < 16 * MIB
 
 
 @pytest.mark.fault(16)

@@ -25,7 +25,7 @@ async def test_leftovers_are_looked_for_without_a_new_head(
 
     monkeypatch.setattr(retaining, "collect", collected)
     clock = Clock()
-    retention = Retention(cast(Any, SimpleNamespace(clock=clock, responses=Responses())))
+    retention = Retention(cast(Any, SimpleNamespace(clock=clock, responses=Responses(clock))))
     run = RelayRun(RunStore(tmp_path, "policy"))
     await retention.apply(run)
     await retention.apply(run)
@@ -37,7 +37,7 @@ async def test_leftovers_are_looked_for_without_a_new_head(
 
 async def test_nothing_is_remembered_of_what_was_collected(tmp_path: Any) -> None:
     clock = Clock()
-    retention = Retention(cast(Any, SimpleNamespace(clock=clock, responses=Responses())))
+    retention = Retention(cast(Any, SimpleNamespace(clock=clock, responses=Responses(clock))))
     run = RelayRun(RunStore(tmp_path, "policy"), clock)
     for number in range(3):
         data = b"delta %d" % number
