@@ -10,6 +10,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from functools import partial
+from typing import Final
 
 from relay.copies import copy_local
 from relay.runs import RelayRun
@@ -24,6 +25,11 @@ from shardcast.store.retention import on_their_way
 from shardcast.store.stored import ShardState, StoredVersion
 
 log = logging.getLogger("relay.uploads")
+
+
+UNNAMED_S: Final = 3600.0
+"""Documents without their layout, and deltas of a version that was announced before, keep collections
+out while somebody goes on with them; what was collected after it is asked for again (409)."""
 
 
 class TooManyUploadsError(ShardcastError):
@@ -58,12 +64,14 @@ class Uploads:
         self._clock = clock
         self._by_layout: dict[str, Upload] = {}
         self._taking: frozenset[int] = frozenset()
-        self.sparing = Sparing(
-            run.store, lambda: any(u.stored is None for u in self._by_layout.values())
-        )
+        self.sparing = Sparing(run.store, self._has_unnamed)
         self._lock = asyncio.Lock()
         self._recovering = asyncio.Lock()
         self._recovered = False
+
+    def _has_unnamed(self) -> bool:
+        since = self._clock() - UNNAMED_S
+        return any(u.stored is None and u.touched > since for u in self._by_layout.values())
 
     @property
     def pending_bytes(self) -> int:
@@ -389,6 +397,7 @@ class Uploads:
                 log.info("run %s: upload of version %d was given up", self.run.name, number)
                 with contextlib.suppress(ShardcastError):
                     await in_thread(partial(self.run.store.evict, number))
+        self.sparing.look_again()
 
     def _drop(self, key: str) -> None:
         upload = self._by_layout.pop(key, None)

@@ -15,7 +15,7 @@ from relay import publishing
 from relay.publishing import Publishing
 from relay.runs import RelayRun
 from relay.upload import decode_any
-from relay.uploads import Uploads
+from relay.uploads import UNNAMED_S, Uploads
 from relay.whole import to_its_end
 from shardcast.errors import BusyError
 from shardcast.protocol import trust
@@ -191,7 +191,8 @@ async def test_a_manifest_before_its_layout_is_not_taken_for_a_late_delta(run: R
 async def test_collections_are_kept_out_as_long_as_something_is_named_by_nothing(
     run: RelayRun,
 ) -> None:
-    uploads = Uploads(run, 2, Clock())
+    clock = Clock()
+    uploads = Uploads(run, 2, clock)
     collector = unnamed_lock(run.store, exclusive=True)
 
     def collects() -> bool:
@@ -211,6 +212,15 @@ async def test_collections_are_kept_out_as_long_as_something_is_named_by_nothing
     assert collects()
     async with uploads.sparing.during():
         await register(uploads, LATER, LATER.ref.manifest)
+    assert not collects()
+    clock.now += UNNAMED_S - 1
+    await uploads.expire(2 * UNNAMED_S)
+    assert not collects()
+    clock.now += 1
+    await uploads.expire(2 * UNNAMED_S)
+    assert collects()  # nobody goes on with it
+    async with uploads.sparing.during():
+        await register(uploads, LATER, *LATER.parts)
     assert not collects()
     await uploads.close()
     assert collects()
