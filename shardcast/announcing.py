@@ -127,25 +127,6 @@ def remembered(run: RunStore, signers: Sequence[Signer]) -> trust.TrustState:
     return state
 
 
-def note_numbers(run: RunStore, state: trust.TrustState, head: Head) -> None:
-    """Remember the numbers that a head is the first to name, before anybody can read it.
-
-    A new head can be read before it is durable, and may be lost with the power: its numbers are taken
-    all the same, since readers know what they stand for.
-
-    Args:
-        run: Where to remember it.
-        state: What is remembered there.
-        head: The head that is about to be announced.
-
-    Raises:
-        DiskError: If the system refuses; the head must not be announced then.
-    """
-    noted = trust.with_numbers(state, head)
-    if {*noted.manifests, *noted.layouts} - {*state.manifests, *state.layouts}:
-        run.write_trust(noted)
-
-
 def announce(
     run: RunStore,
     head: Head,
@@ -165,7 +146,7 @@ def announce(
     envelope = seal(encode_head(head), signers)
     state = remembered(run, signers)
     accepted = trust.accept(state, envelope, issue.now_ms)
-    note_numbers(run, state, head)
+    run.note_numbers(state, head)
     try:
         run.write_head(envelope)
         run.write_trust(accepted.state)

@@ -19,7 +19,7 @@ from shardcast.protocol import manifest as manifests
 from shardcast.protocol import trust
 from shardcast.protocol.digest import digest_of, is_digest
 from shardcast.protocol.documents import Digest, Document, Positive, check_run, decode, encode
-from shardcast.protocol.head import OpenRef, VersionRef
+from shardcast.protocol.head import Head, OpenRef, VersionRef
 from shardcast.protocol.layout import decode_layout, decode_part
 from shardcast.protocol.limits import MAX_DOCUMENT_BYTES, MAX_DOCUMENT_PARTS, MAX_HEAD_BYTES
 from shardcast.protocol.manifest import Version
@@ -96,6 +96,23 @@ class RunRecords:
     def write_trust(self, state: trust.TrustState) -> None:
         """Remember ``state`` durably; call it before acting on the head it came from."""
         atomic_write(self.root / "state" / "trust.json", trust.encode_state(state))
+
+    def note_numbers(self, state: trust.TrustState, head: Head) -> None:
+        """Remember durably the numbers that a head is the first to name, before anybody can read it.
+
+        A new head can be read before it is durable, and may be lost with the power: its numbers are
+        taken all the same, since readers know what they stand for.
+
+        Args:
+            state: What is remembered here.
+            head: The head that is about to be announced.
+
+        Raises:
+            DiskError: If the system refuses; the head must not be announced then.
+        """
+        noted = trust.with_numbers(state, head)
+        if {*noted.manifests, *noted.layouts} - {*state.manifests, *state.layouts}:
+            self.write_trust(noted)
 
     # --- documents and delta blobs ----------------------------------------------------------
 

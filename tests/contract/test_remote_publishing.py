@@ -16,10 +16,11 @@ from relay.app import RelayConfig, serve
 from shardcast import keys
 from shardcast.errors import ModifiedError, NetworkError, RefusedError, UnknownKeyError, UsageError
 from shardcast.origin_client import Body, OriginClient
-from shardcast.protocol import succession
+from shardcast.protocol import succession, trust
 from shardcast.protocol.digest import digest_of
 from shardcast.protocol.envelope import open_unverified
 from shardcast.protocol.head import Head, decode_head
+from shardcast.publisher import publish_directory
 from shardcast.publishing import PublishOptions, SilentObserver
 from shardcast.store.run import RunStore
 from shardcast.store.store import Store
@@ -121,6 +122,37 @@ def test_the_origin_holds_the_directory_byte_for_byte_and_only_once(
     )
     total = sum(p.stat().st_blocks * 512 for p in (origin.root / "run").rglob("*") if p.is_file())
     assert total < 1.2 * 3 * 600 * KIB
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_local_publisher_spares_the_number_of_a_head_that_was_lost_with_the_power(
+    origin: Origin, trainer: Trainer, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    run = RunStore(origin.root / "run", "run")
+    paths = run.root / "head.json", run.root / "state" / "trust.json"
+    kept: dict[Path, bytes | None] = {}
+    write_head = RunStore.write_head
+
+    def keep(self: RunStore, envelope: bytes) -> None:
+        kept.update({path: path.read_bytes() if path.exists() else None for path in paths})
+        write_head(self, envelope)
+
+    reader = trust.fresh("run", [trainer.signer.public_key])
+    monkeypatch.setattr(RunStore, "write_head", keep)
+    for _ in range(number):
+        trainer.publish(origin.url)
+        reader = trust.accept(reader, run.read_head() or b"", trainer.clock()).state
+    monkeypatch.undo()
+    origin.stop()
+    for path, data in kept.items():  # the rename was not synced
+        path.unlink()
+        if data is not None:
+            path.write_bytes(data)
+    (trainer.checkpoint / "config.json").write_text("changed")
+    options = PublishOptions(source=trainer.checkpoint)
+    done = publish_directory(options, run, [trainer.signer], trainer.clock)
+    assert done.ref.version == number + 1
+    trust.accept(reader, run.read_head() or b"", trainer.clock())
 
 
 def test_only_what_the_origin_lacks_is_sent(origin: Origin, trainer: Trainer) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shardcast.announcing import note_numbers, remembered
+from shardcast.announcing import remembered
 from shardcast.errors import ShardcastError
 from shardcast.protocol import succession, trust
 from shardcast.protocol.envelope import encode_key, open_unverified
@@ -340,7 +340,7 @@ def test_a_number_that_a_lost_head_named_belongs_to_no_key(tmp_path: Path, again
     issue = succession.Issue(run=RUN, now_ms=1_800_000_000_000, keys=(signer().public_key,))
     ref = decode_head(open_unverified(make_head(VERSION))[1]).versions[0]
     head = succession.with_version(None, issue, ref, keep=1)
-    note_numbers(run, remembered(run, [signer()]), head)
+    run.note_numbers(remembered(run, [signer()]), head)
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "config.json").write_text("{}")
     options = PublishOptions(source=tmp_path / "c", stream=None)
