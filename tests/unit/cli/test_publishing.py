@@ -17,8 +17,10 @@ from shardcast import announcing, publisher
 from shardcast.cli.output import EVENT_MEMBERS
 from shardcast.cli.xdg import remote_memory
 from shardcast.publishing import Published, PublishOptions
+from shardcast.store import retention
 from shardcast.store.roles import Role, claim_role, role_of
 from shardcast.store.run import RunStore
+from shardcast.store.store import Store
 from shardcast.streaming import Pace
 from tests.models import make_model, step, write_model
 from tests.unit.cli.conftest import Cli
@@ -411,6 +413,25 @@ def test_gc_frees_what_no_head_reaches(cli: Cli, store: Path, checkpoint: Path) 
     assert not blob.exists()
     assert not (store / "policy/versions/000007").exists()
     assert cli("verify", store).code == 0
+
+
+def test_gc_says_that_it_leaves_documents_alone_while_some_are_uploaded(
+    cli: Cli, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention, "UPLOAD_WAIT_S", 0.0)
+    blob = store / "policy/blobs" / f"{'0' * 64}.bin"
+    blob.write_bytes(b"x")
+    uploader = retention.unnamed_lock(Store(store).run("policy"), exclusive=False)
+    uploader.acquire()
+    try:
+        event = cli("gc", "--store", store, "--json").event("evicted")
+        assert (event["blobs"], event["uploading"]) == (0, True)
+        assert "some are being uploaded" in cli("gc", "--store", store).stdout
+        assert blob.exists()
+    finally:
+        uploader.release()
+    event = cli("gc", "--store", store, "--json").event("evicted")
+    assert (event["blobs"], event["uploading"]) == (1, False)
 
 
 def test_gc_leaves_a_run_without_a_head_alone(cli: Cli, store: Path) -> None:

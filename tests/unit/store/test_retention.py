@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardcast.errors import ShardcastError
+from shardcast.errors import BusyError, ShardcastError
 from shardcast.protocol.envelope import seal
 from shardcast.protocol.head import Head, OpenRef, encode_head
 from shardcast.protocol.succession import Issue, with_version
@@ -194,3 +194,31 @@ def test_documents_stay_while_somebody_uploads(
     assert set(run.blobs()) == set(sample.blobs) & set(sample.version.documents)
     uploader.release()
     assert collect(run, ()).blobs == len(sample.version.documents)
+
+
+def test_nobody_uploads_a_document_while_others_are_chosen_and_removed(
+    run: RunStore, sample: Sample, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would be listed before, and named after what is on disk was read."""
+    sample.fill(run)
+    run.commit(1)
+    uploader, kept_out = retention.unnamed_lock(run, exclusive=False), []
+
+    def looking(method: str) -> Callable[..., object]:
+        done = getattr(RunStore, method)
+
+        def look(self: RunStore, *arguments: object) -> object:
+            try:
+                uploader.acquire()
+            except BusyError:
+                kept_out.append(method)
+            uploader.release()
+            return done(self, *arguments)
+
+        return look
+
+    for method in ("blobs", "staged", "remove_blob"):
+        monkeypatch.setattr(RunStore, method, looking(method))
+    assert collect(run, [1]).blobs == 3
+    assert set(kept_out) == {"blobs", "staged", "remove_blob"}
+    assert kept_out.count("remove_blob") == 3
