@@ -11,6 +11,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable, Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from relay.catalog import Known, ShardBlob
@@ -249,11 +250,11 @@ class Prefetcher:
         run, room = self._run, self._node.room
         run.admit(version)
         try:
-            return await asyncio.to_thread(run.stage, version)
+            return await in_thread(partial(run.stage, version))
         except DiskFullError:
             if room is None or not await room.make(run, version.number, version.layout.total_bytes):
                 raise
-        return await asyncio.to_thread(run.stage, version)
+        return await in_thread(partial(run.stage, version))
 
     async def _look_at(self, stored: StoredVersion) -> None:
         """Before anything is fetched: give damaged files their size, and find what is good.

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from functools import partial
 
 from relay.isolation import for_each
 from relay.node import Node
 from relay.responses import overdue
 from relay.runs import RelayRun
+from relay.threads import in_thread
 from shardcast.errors import BusyError
 from shardcast.store.retention import Held, Keep, choose_evictions, collect
 
@@ -108,7 +110,8 @@ class Retention:
             run.stored.pop(number, None)
         # What a version that lingers is rebuilt from stays with it.
         keep = run.catalog.digests()
-        gone = await asyncio.to_thread(self._collect, run, evict, keep)
+        # To its end: who comes after this process may have the store by then.
+        gone = await in_thread(partial(self._collect, run, evict, keep))
         await asyncio.to_thread(run.shelf.prune)
         for number in gone:
             run.used.pop(number, None)

@@ -17,11 +17,13 @@ import logging
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from relay.node import Node
 from relay.retaining import held_versions
 from relay.runs import RelayRun
+from relay.threads import in_thread
 from shardcast.errors import DiskFullError, ShardcastError
 from shardcast.protocol.manifest import Version
 from shardcast.store.files import disk_errors
@@ -204,7 +206,7 @@ class Room:
         if any(number == victim.number for number, _shard in run.claims):
             return False
         try:
-            gone = await asyncio.to_thread(run.store.evict, victim.number)
+            gone = await in_thread(partial(run.store.evict, victim.number))
         except ShardcastError as error:
             log.warning("run %s: version %d: %s", victim.run, victim.number, error)
             return False
