@@ -8,6 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import TypeVar
 
+from relay.whole import to_its_end
+
 T = TypeVar("T")
 
 
@@ -16,17 +18,7 @@ async def in_thread(work: Callable[[], T]) -> T:
 
     So whoever owns what the thread uses (descriptors, claims) can clean up safely afterwards.
     """
-    task = asyncio.ensure_future(asyncio.to_thread(work))
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        task.exception()  # seen
-        raise cancelled
-    return task.result()
+    return await to_its_end(asyncio.to_thread(work))
 
 
 async def in_thread_or(

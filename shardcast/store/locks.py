@@ -72,14 +72,11 @@ class FileLock:
         with disk_errors(self._path, "locking"):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        deadline = time.monotonic() + wait_s
         try:
-            while not try_lock(fd, exclusive=True):
-                if time.monotonic() >= deadline:
-                    raise BusyError(
-                        f"{self._what} is in use by {self._holder(fd)}", source=str(self._path)
-                    )
-                time.sleep(_POLL_SECONDS)
+            if not _lock_within(fd, wait_s, exclusive=True):
+                raise BusyError(
+                    f"{self._what} is in use by {self._holder(fd)}", source=str(self._path)
+                )
             with contextlib.suppress(OSError):  # the pid is a help for people, not the lock
                 os.ftruncate(fd, 0)
                 os.pwrite(fd, b"%d\n" % os.getpid(), 0)
@@ -141,12 +138,9 @@ class DirectoryLock:
         """
         with disk_errors(self._directory, "locking"):
             fd = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        deadline = time.monotonic() + wait_s
         try:
-            while not try_lock(fd, exclusive=self._exclusive):
-                if time.monotonic() >= deadline:
-                    raise BusyError(f"{self._what} at the moment", source=str(self._directory))
-                time.sleep(_POLL_SECONDS)
+            if not _lock_within(fd, wait_s, exclusive=self._exclusive):
+                raise BusyError(f"{self._what} at the moment", source=str(self._directory))
         except BaseException:
             os.close(fd)
             raise
@@ -157,6 +151,16 @@ class DirectoryLock:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+
+
+def _lock_within(fd: int, wait_s: float, *, exclusive: bool) -> bool:
+    """Take a flock; False if others hold a conflicting one for longer than that."""
+    deadline = time.monotonic() + wait_s
+    while not try_lock(fd, exclusive=exclusive):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True
 
 
 def try_lock(fd: int, *, exclusive: bool) -> bool:

@@ -342,7 +342,7 @@ def test_a_relay_that_sends_wrong_deltas_is_banned_and_the_other_asked(
             return answer
 
         bad.fault = first
-        patient = with_config(header_timeout_s=10.0, read_timeout_s=10.0, give_up_after_s=20.0)
+        patient = with_config(give_up_after_s=20.0)
         _, log = pull(out, run, bad, good, config=patient)
     assert {e.source for e in log.of(EventKind.BANNED)} == {bad.url}
     assert not log.of(EventKind.DELTA_FAILED)
